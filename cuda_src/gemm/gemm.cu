@@ -5,6 +5,7 @@
 #include "cuda/elementwise.cuh"
 #include "cuda/overlap.cuh"
 #include "cuda/sum_slices.cuh"
+#include "gemm_tf32.h"
 #include "gemm_unaligned.h"
 #include "tile.cuh"
 
@@ -155,7 +156,9 @@ Status gemm_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t strea
 }
 
 // Whether cuBLASLt runs products with an activation, too: $AOTOPS_GEMM names it.
-bool requires_cublaslt(GemmParams g) { return g.activation = kActivationRelu, prefers_cublaslt(g); }
+bool requires_cublaslt(GemmParams g) {
+  return g.dtype = DType::bfloat16, g.activation = kActivationRelu, prefers_cublaslt(g);
+}
 
 // CUTLASS's mainloop for Hopper, where c's lines are not aligned, or sizes are no whole vectors. cuBLASLt's kernels for
 // such have a quarter of the rate, but it splits sums where tiles are few.
@@ -170,6 +173,29 @@ Status gemm_unaligned_on_hopper(const char *op, const GemmParams &gemm, cudaStre
   AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
   *done = true;
   return gemm_unaligned_sm90(op, gemm, limits.multiprocessors, stream);
+#else
+  return kOk;
+#endif
+}
+
+// linear in TF32 with an activation, but relu, which cuBLASLt's epilogue has: CUTLASS's kernel for Hopper applies it to
+// sums that it has in registers, where cuBLASLt's are written, read and written again. Where tiles are few, or sums
+// long, cuBLASLt's product saves more. A call that wants pre_activation has it written anyway, and keeps cuBLASLt: its
+// c then differs in what TF32 loses.
+Status gemm_tf32_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
+  *done = false;
+#ifdef AOT_HAVE_SM90
+  constexpr int64_t kLimit = 0x7fffffff, kMostTerms = 8192;
+  const bool fuses = gemm.dtype == DType::float32 && gemm.allow_tf32 && gemm.activation &&
+                     gemm.activation != kActivationRelu && !gemm.pre_activation;
+  const bool takes = fuses && gemm.k && gemm.k <= kMostTerms && gemm.count == 1 && !gemm.a.transposed &&
+                     gemm.b.transposed && gemm.m <= kLimit && gemm.n <= kLimit && has_vectors(gemm);
+  if (!takes || requires_cublaslt(gemm)) return kOk;
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  if (limits.major != 9 || 2 * count_tiles(gemm) < 3 * limits.multiprocessors) return kOk;
+  AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
+  return gemm_tf32_sm90(op, gemm, limits.multiprocessors, stream, done);
 #else
   return kOk;
 #endif
@@ -245,8 +271,9 @@ Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
   const bool half = itemsize(gemm.dtype) == 2, library_first = prefers_cublaslt(gemm);
   if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
   using Kernel = Status (*)(const char *, const GemmParams &, cudaStream_t, bool *);
-  const Kernel order[2][4] = {{gemm_unaligned_on_hopper, gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},
-                              {gemm_unaligned_on_hopper, gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}};
+  const Kernel order[2][5] = {
+      {gemm_tf32_on_hopper, gemm_unaligned_on_hopper, gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},
+      {gemm_tf32_on_hopper, gemm_unaligned_on_hopper, gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}};
   for (Kernel kernel : order[library_first]) {
     bool done = false;
     AOT_TRY(kernel(op, gemm, stream, &done));

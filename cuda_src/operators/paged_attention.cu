@@ -1,5 +1,6 @@
 #include "paged_attention.h"
 
+#include "paged_attention_float.cuh"
 #include "paged_attention_mma.cuh"
 
 namespace aot {
@@ -20,18 +21,30 @@ Status launch_chunks(const char *op, void (*kernel)(PagedInputs<T>), int rows, i
   return launch_kernel(op, kernel, {grid, static_cast<unsigned>(threads), shared}, stream, x);
 }
 
+// *combined: whether y is written.
 template <typename T>
-Status run_chunks(const char *op, const PagedInputs<T> &x, void *stream) {
+Status run_chunks(const char *op, PagedInputs<T> x, T *y, bool *combined, void *stream) {
+  const bool alone = x.z.chunks == 1 && aligned(y);
   if constexpr (sizeof(T) == 2) {
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
-    if (paged_mma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums) && limits.major >= 8)
+    if (paged_mma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums) && limits.major >= 8) {
+      if (alone) x.y = y, *combined = true;
       return dispatch_paged(x.z, [&](auto shape) {
         using Shape = decltype(shape);
         static_assert(Shape::kBytes <= kMmaShared, "a block's shared memory");
         return launch_chunks(op, paged_attention_mma_kernel<T, Shape>, Shape::kRows, Shape::kThreads, Shape::kBytes, 1,
                              x, stream);
       });
+    }
+  }
+  if constexpr (std::is_same_v<T, float>) {
+    if (paged_float_takes(x.z) && aligned(x.q, x.k, x.v, x.sums)) {
+      if (alone) x.y = y, *combined = true;
+      using Shape = PagedFloatShape<4>;
+      return launch_chunks(op, paged_attention_float_kernel<Shape::kRows>, Shape::kRows, Shape::kThreads,
+                           Shape(x.z).bytes(), 1, x, stream);
+    }
   }
   return launch_chunks(op, paged_attention_kernel<T>, kPagedRows, kPagedBlock, 0, ceil_div(x.z.v_dim, kPagedBlock), x,
                        stream);
@@ -48,16 +61,18 @@ Status paged_attention_cuda(const PagedAttention &op, const Tensor *in, const Te
     A *const sums = out[op.kWork].as<A>(), *const most = sums + rows * z.v_dim;
     const PagedInputs<T> x{
         q.as<const T>(), k.as<const T>(), v.as<const T>(), Integers(lengths), Integers(table), z, sums, most,
-        most + rows};
-    AOT_TRY(run_chunks(op.name, x, stream));
+        most + rows,     nullptr};
+    bool combined = false;
+    AOT_TRY(run_chunks(op.name, x, out[op.kY].as<T>(), &combined, stream));
+    if (combined) return kOk;
     const int64_t columns = ceil_div(z.v_dim, kCombineColumns);
     if (z.all_rows() > INT32_MAX || columns > UINT16_MAX)
       return fail(kNotImplemented, "%s: %lld rows of %lld are more than a grid has", op.name,
                   static_cast<long long>(z.all_rows()), static_cast<long long>(z.v_dim));
     const dim3 grid(static_cast<unsigned>(z.all_rows()), static_cast<unsigned>(columns));
     const unsigned threads = 32 * combine_warps(z.chunks);
-    return launch_kernel(op.name, paged_attention_combine_kernel<T>, {grid, threads, 0, 1, true}, stream, x,
-                         out[op.kY].as<T>());
+    const PagedResults<A> results{x.lengths, z, x.sums, x.most, x.total, out[op.kY].data, q.dtype};
+    return launch_kernel(op.name, paged_attention_combine_kernel<A>, {grid, threads, 0, 1, true}, stream, results);
   });
 }
 

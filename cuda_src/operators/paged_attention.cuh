@@ -1,6 +1,7 @@
 // paged_attention's chunks of keys on ordinary cores, in every dtype and for every head_dim; the kernel that combines
 // the results of chunks; and what the kernel of paged_attention_mma.cuh shares with these.
 #pragma once
+#include "cuda/async.cuh"
 #include "cuda/math.cuh"
 #include "cuda/overlap.cuh"
 #include "cuda/reduce.cuh"
@@ -22,6 +23,12 @@ struct Integers {
   }
 };
 
+// The length of an example; -1 where there is no such length.
+__device__ inline int64_t length_of(const Integers &lengths, const PagedSizes &z, int64_t b) {
+  const int64_t n = lengths[b];
+  return n >= 0 && n <= z.max_keys() ? n : -1;
+}
+
 // A call: its inputs, and the results of chunks, of which row r of chunk c is c * all_rows() + r.
 template <typename T>
 struct PagedInputs {
@@ -30,12 +37,9 @@ struct PagedInputs {
   Integers lengths, table;
   PagedSizes z;
   A *sums, *most, *total;
+  T *y;  // where a kernel whose chunk is all of an example stores; else null
 
-  // The length of an example; -1 where there is no such length.
-  __device__ int64_t length(int64_t b) const {
-    const int64_t n = lengths[b];
-    return n >= 0 && n <= z.max_keys() ? n : -1;
-  }
+  __device__ int64_t length(int64_t b) const { return length_of(lengths, z, b); }
   // The row of the cache that a key is; -1 if its block is none of the cache.
   __device__ int64_t row(int64_t b, int64_t key) const {
     const int64_t block = z.table ? table[b * z.max_blocks + key / z.block_size] : b;
@@ -65,6 +69,69 @@ struct PagedTile {
     c = i % chunks, b = i / chunks;
   }
 };
+
+// Whether rows of the cache and keys are 32-bit integers, with head_dims of up to 256.
+inline bool paged_indices_fit(const PagedSizes &z) {
+  return z.max_keys() <= 1 << 30 && bounded_product(z.blocks, z.block_size) <= INT32_MAX && z.batch <= INT32_MAX &&
+         z.kv_heads <= INT32_MAX / 256;
+}
+
+// The keys of a warp's part of each step and their rows of the cache, of which a lane looks up one.
+template <typename T, int kKeys, int kStep>
+class PagedLookUp {
+ public:
+  __device__ PagedLookUp(const PagedInputs<T> &x, const PagedTile &tile, KeyRange seen)
+      : x_(x),
+        begin_(static_cast<int>(seen.begin)),
+        end_(static_cast<int>(seen.end)),
+        key_(begin_ / kKeys * kKeys + warp_index() * kKeys + lane_index()),
+        blocks_(tile.b * x.z.max_blocks),
+        example_(static_cast<int>(tile.b)) {
+    look_up();
+  }
+
+  // The row of this step, -1 where there is none. Starts to read the block of the next one.
+  __device__ int next() {
+    const int found = row();
+    key_ += kStep;
+    look_up();
+    return found;
+  }
+
+  // Whether a block of this warp's was none of the cache.
+  __device__ bool missed() const { return __any_sync(~0u, missed_); }
+
+ private:
+  __device__ bool within() const { return key_ >= begin_ && key_ < end_ && lane_index() < kKeys; }
+
+  __device__ void look_up() {
+    block_ = example_;
+    if (x_.z.table && within()) block_ = x_.table[blocks_ + key_ / static_cast<int>(x_.z.block_size)];
+  }
+  __device__ int row() {
+    if (!within()) return -1;
+    if (block_ < 0 || block_ >= x_.z.blocks) return missed_ = true, -1;
+    const int size = static_cast<int>(x_.z.block_size);
+    return static_cast<int>(block_) * size + (x_.z.table ? key_ % size : key_);
+  }
+
+  const PagedInputs<T> &x_;
+  int begin_, end_, key_;
+  int64_t block_;  // as it was read: a comparison would wait for it
+  int64_t blocks_;
+  int example_;
+  bool missed_ = false;
+};
+
+// The results of a tile of rows whose example has no keys that any of them sees.
+template <typename T>
+__device__ inline void store_nothing(const PagedInputs<T> &x, const PagedTile &tile, int rows, bool is_valid) {
+  const T value = narrow<T>(is_valid ? Accumulate<T>(0) : not_a_number<Accumulate<T>>());
+#pragma unroll 1
+  for (int64_t row = tile.row; row < tile.row + rows && row < x.z.rows(); ++row)
+    for (int64_t i = threadIdx.x; i < x.z.v_dim; i += blockDim.x)
+      x.y[x.z.row_of(tile.b, tile.h, row) * x.z.v_dim + i] = value;
+}
 
 // ------------------------------------------------------------------------------------------------- ordinary cores
 
@@ -154,13 +221,29 @@ inline int combine_warps(int64_t chunks) {
   return static_cast<int>(std::min<int64_t>(ceil_div(chunks, kCombineAtOnce), kCombineWarps));
 }
 
+// The results of chunks, and y, of the dtype, which A accumulates.
+template <typename A>
+struct PagedResults {
+  Integers lengths;
+  PagedSizes z;
+  const A *sums, *most, *total;
+  void *y;
+  DType dtype;
+
+  __device__ void store(int64_t at, A value) const {
+    if constexpr (sizeof(A) == 8) static_cast<A *>(y)[at] = value;
+    else if (dtype == DType::float32) static_cast<float *>(y)[at] = value;
+    else if (dtype == DType::float16) static_cast<__half *>(y)[at] = narrow<__half>(value);
+    else static_cast<__nv_bfloat16 *>(y)[at] = narrow<__nv_bfloat16>(value);
+  }
+};
+
 // blockIdx.x: a row of y; blockIdx.y: columns. A warp sums every so many chunks, and then the sums of warps are summed.
-template <typename T>
-__global__ void __launch_bounds__(32 * kCombineWarps) paged_attention_combine_kernel(PagedInputs<T> x, T *y) {
-  using A = Accumulate<T>;
+template <typename A>
+__global__ void __launch_bounds__(32 * kCombineWarps) paged_attention_combine_kernel(PagedResults<A> x) {
   __shared__ A sums[kCombineWarps][kCombineColumns], totals[kCombineWarps];
   const PagedSizes &z = x.z;
-  const int64_t row = blockIdx.x, length = x.length(row / z.heads / z.queries);
+  const int64_t row = blockIdx.x, length = length_of(x.lengths, z, row / z.heads / z.queries);
   const int64_t first = int64_t{blockIdx.y} * kCombineColumns + lane_index();
   const int64_t chunks = length < 0 ? 0 : z.seen_chunks(length);
   const int warps = static_cast<int>(blockDim.x) / 32;
@@ -179,7 +262,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps) paged_attention_combine_ke
 #pragma unroll kCombineAtOnce
   for (int64_t c = warp_index(); c < chunks; c += warps) {
     const int64_t at = c * z.all_rows() + row;
-    const A part = x.total[at], times = part == 0 ? A(0) : exponential<T>(x.most[at] - most);
+    const A part = x.total[at], times = part == 0 ? A(0) : exponential<A>(x.most[at] - most);
     total += part * times;
 #pragma unroll
     for (int i = 0; i < kCombineEach; ++i)
@@ -195,7 +278,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps) paged_attention_combine_ke
     A result = 0, all = 0;
     for (int w = 0; w < warps; ++w) result += sums[w][i], all += totals[w];
     if (length < 0) result = all = not_a_number<A>();
-    y[row * z.v_dim + column] = narrow<T>(all == 0 ? A(0) : result / all);
+    x.store(row * z.v_dim + column, all == 0 ? A(0) : result / all);
   }
 }
 

@@ -33,11 +33,11 @@ struct PagedSizes {
   // A chunk has as many keys as pay for a partial result, in multiples of what a step of the kernels takes.
   static constexpr int64_t kFewestKeys = kIsCuda ? 256 : 512, kChunkStep = 64;
 
-  int64_t batch, queries, heads, kv_heads, dim, v_dim, blocks, block_size, max_blocks, window, chunks;
+  int64_t batch, queries, heads, kv_heads, heads_per_kv, dim, v_dim, blocks, block_size, max_blocks, window, chunks;
   double scale, softcap;
   bool table;
 
-  AOT_PAGED_BOTH int64_t group() const { return kv_heads ? heads / kv_heads : 0; }
+  AOT_PAGED_BOTH int64_t group() const { return heads_per_kv; }
   AOT_PAGED_BOTH int64_t max_keys() const { return max_blocks * block_size; }
   // Rows of a head of k: the queries of the heads that share it. Those of y, and of all partial results.
   AOT_PAGED_BOTH int64_t rows() const { return queries * group(); }
@@ -141,6 +141,7 @@ struct PagedAttention {
     PagedSizes z{};
     z.table = static_cast<bool>(table);
     z.batch = q.shape[0], z.queries = q.shape[1], z.heads = q.shape[2], z.kv_heads = k.shape[2];
+    z.heads_per_kv = z.kv_heads ? z.heads / z.kv_heads : 0;
     z.dim = q.shape[3], z.v_dim = v.shape[3];
     z.blocks = k.shape[0], z.block_size = k.shape[1], z.max_blocks = table ? table.shape[1] : 1;
     z.window = std::min(window, kMostElements);

@@ -26,33 +26,24 @@ struct PagedShape {
   static_assert(kShared || kWarps * 16 * (kDim + 2) * 4 <= kBytes, "the results of warps take the place of stages");
 };
 
-// The keys of a chunk and their rows of the cache, a lane's key of each step.
+// Copies of a chunk's keys and values.
 template <typename T, class Shape>
-class PagedKeys {
+class PagedKeys : public PagedLookUp<T, Shape::kKeys, Shape::kStep> {
  public:
   static constexpr int kPieces = Shape::kDim / 8, kAtOnce = 32 / kPieces;  // pieces of 16 bytes of a row; rows
 
   __device__ PagedKeys(const PagedInputs<T> &x, const PagedTile &tile, KeyRange seen)
-      : x_(x),
-        z_(x.z),
-        begin_(static_cast<int>(seen.begin)),
-        end_(static_cast<int>(seen.end)),
-        key_(begin_ / Shape::kKeys * Shape::kKeys + warp_index() * Shape::kKeys + lane_index()),
-        k_(x.k + tile.h * z_.dim + lane_index() % kPieces * 8),
-        v_(x.v + tile.h * z_.v_dim + lane_index() % kPieces * 8),
-        blocks_(tile.b * z_.max_blocks),
-        example_(static_cast<int>(tile.b)) {
-    look_up();
-  }
+      : PagedLookUp<T, Shape::kKeys, Shape::kStep>(x, tile, seen),
+        x_(x),
+        k_(x.k + tile.h * x.z.dim + lane_index() % kPieces * 8),
+        v_(x.v + tile.h * x.z.v_dim + lane_index() % kPieces * 8) {}
 
-  // Starts to copy this warp's part of the next step, and to read the blocks of the one after it.
+  // Starts to copy this warp's part of the next step.
   __device__ void fetch(uint32_t part) {
-    const int row = this->row(), lane = lane_index();
-    const int k_stride = static_cast<int>(z_.kv_heads * z_.dim), v_stride = static_cast<int>(z_.kv_heads * z_.v_dim);
-    const int piece = lane % kPieces;
-    const bool of_k = piece * 8 < z_.dim, of_v = piece * 8 < z_.v_dim;
-    key_ += Shape::kStep;
-    look_up();
+    const PagedSizes &z = x_.z;
+    const int row = this->next(), lane = lane_index(), piece = lane % kPieces;
+    const int k_stride = static_cast<int>(z.kv_heads * z.dim), v_stride = static_cast<int>(z.kv_heads * z.v_dim);
+    const bool of_k = piece * 8 < z.dim, of_v = piece * 8 < z.v_dim;
 #pragma unroll
     for (int i = 0; i < Shape::kKeys; i += kAtOnce) {
       const int j = i + lane / kPieces, from = __shfl_sync(~0u, row, j);
@@ -64,32 +55,9 @@ class PagedKeys {
     }
   }
 
-  // Whether a block of this warp's was none of the cache.
-  __device__ bool missed() const { return __any_sync(~0u, missed_); }
-
  private:
-  __device__ bool within() const { return key_ >= begin_ && key_ < end_ && lane_index() < Shape::kKeys; }
-
-  __device__ void look_up() {
-    block_ = example_;
-    if (z_.table && within()) block_ = x_.table[blocks_ + key_ / static_cast<int>(z_.block_size)];
-  }
-  // -1 where there is none.
-  __device__ int row() {
-    if (!within()) return -1;
-    if (block_ < 0 || block_ >= z_.blocks) return missed_ = true, -1;
-    const int size = static_cast<int>(z_.block_size);
-    return static_cast<int>(block_) * size + (z_.table ? key_ % size : key_);
-  }
-
   const PagedInputs<T> &x_;
-  const PagedSizes &z_;
-  int begin_, end_, key_;
-  int64_t block_;  // as it was read: a comparison would wait for it
   const T *k_, *v_;
-  int64_t blocks_;
-  int example_;
-  bool missed_ = false;
 };
 
 // Rows of q as the left factor of products, from global memory.
@@ -199,6 +167,14 @@ class PagedRows {
   uint32_t q_[kDim / 16][4];
 };
 
+// Two elements of a row's sum, or of y.
+template <typename T>
+__device__ inline void store_pair(const PagedInputs<T> &x, int64_t at, float2 sum, float total) {
+  if (!x.y) *reinterpret_cast<float2 *>(x.sums + at) = sum;
+  else if (total == 0) *reinterpret_cast<uint32_t *>(x.y + at) = 0;
+  else *reinterpret_cast<uint32_t *>(x.y + at) = narrow_word(sum.x / total, sum.y / total, T());
+}
+
 // The results of warps that had keys of their own, in their order.
 template <typename T, class Shape>
 __device__ inline void store_of_warps(const PagedInputs<T> &x, const PagedTile &tile, PagedRows<T, Shape> &rows,
@@ -229,7 +205,7 @@ __device__ inline void store_of_warps(const PagedInputs<T> &x, const PagedTile &
       total += totals[w][r] * times[w];
     }
     const int64_t at = tile.c * z.all_rows() + z.row_of(tile.b, tile.h, r);
-    if (lane_index() == 0) x.most[at] = most * static_cast<float>(1 / kLog2E), x.total[at] = total;
+    if (lane_index() == 0 && !x.y) x.most[at] = most * static_cast<float>(1 / kLog2E), x.total[at] = total;
 #pragma unroll
     for (int i = 0; i < kDim; i += 64) {
       const int column = i + 2 * lane_index();
@@ -239,7 +215,7 @@ __device__ inline void store_of_warps(const PagedInputs<T> &x, const PagedTile &
         const float2 theirs = *reinterpret_cast<const float2 *>(sums + (w * 16 + r) * kDim + column);
         sum.x += theirs.x * times[w], sum.y += theirs.y * times[w];
       }
-      if (column < z.v_dim) *reinterpret_cast<float2 *>(x.sums + at * z.v_dim + column) = sum;
+      if (column < z.v_dim) store_pair(x, at * z.v_dim + column, sum, total);
     }
   }
 }
@@ -254,13 +230,13 @@ __device__ inline void store_of_rows(const PagedInputs<T> &x, const PagedTile &t
     const int64_t r = row + lane_index() / 4 + 8 * half;
     if (r >= z.rows()) continue;
     const int64_t at = tile.c * z.all_rows() + z.row_of(tile.b, tile.h, r);
-    if (lane_index() % 4 == 0)
+    if (lane_index() % 4 == 0 && !x.y)
       x.most[at] = rows.most[half] * static_cast<float>(1 / kLog2E), x.total[at] = rows.total[half];
-    float *const to = x.sums + at * z.v_dim + lane_index() % 4 * 2;
+    const int64_t to = at * z.v_dim + lane_index() % 4 * 2;
 #pragma unroll
     for (int n = 0; n < Shape::kDim / 8; ++n)
       if (8 * n < z.v_dim)
-        *reinterpret_cast<float2 *>(to + 8 * n) = {rows.sums[0][n][2 * half], rows.sums[0][n][2 * half + 1]};
+        store_pair(x, to + 8 * n, {rows.sums[0][n][2 * half], rows.sums[0][n][2 * half + 1]}, rows.total[half]);
   }
 }
 
@@ -274,7 +250,10 @@ __global__ void __launch_bounds__(Shape::kThreads, kPagedResident) paged_attenti
   const PagedTile tile(z, Shape::kRows);
   const int64_t length = x.length(tile.b);
   const KeyRange seen = z.seen_of_chunk(tile.c, length);
-  if (length < 0 || seen.begin >= seen.end) return;
+  if (length < 0 || seen.begin >= seen.end) {
+    if (x.y) store_nothing(x, tile, Shape::kRows, length >= 0);
+    return;
+  }
   const int first = static_cast<int>(seen.begin) / Shape::kKeys * Shape::kKeys;
   const int steps = (static_cast<int>(seen.end) - first - 1) / Shape::kStep + 1;
   const uint32_t stages = shared_address(paged_shared);
@@ -324,10 +303,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kPagedResident) paged_attenti
 
 // Whether the kernel takes a call whose tensors are aligned.
 inline bool paged_mma_takes(const PagedSizes &z) {
-  const bool fits = z.dim <= 256 && z.v_dim <= 256 && z.max_keys() <= 1 << 30 &&
-                    bounded_product(z.blocks, z.block_size) <= INT32_MAX && z.batch <= INT32_MAX &&
-                    z.kv_heads <= INT32_MAX / 256;
-  return fits && z.dim % 8 == 0 && z.v_dim % 8 == 0;
+  return paged_indices_fit(z) && z.dim <= 256 && z.v_dim <= 256 && z.dim % 8 == 0 && z.v_dim % 8 == 0;
 }
 
 // f(PagedShape) for the head_dim that q, k and v are padded to.

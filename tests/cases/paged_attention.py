@@ -106,6 +106,9 @@ ROW = Row(
         _case(1, 2, 900, 2, 192, block_size=128, blocks=9),
         _case(1, 9, 600, 3, 300, 1),
         _case(3, 2, 260, 6, 15, 2, 17, block_size=7),
+        _case(3, 2, 200, 12, 64, 2),
+        _case(2, 7, 5, 6, 16, 3, 24, softcap=2.0),
+        _case(2, 1, 1100, 6, 36, 3, 12, block_size=16, window=700),
     ),
     draw=_draw,
     bad=(

@@ -132,3 +132,27 @@ def test_vmap():
     found = torch.vmap(lambda q, k, lengths: ours.paged_attention(q, k, k, lengths))(q, k, lengths)
     for y, one, keys, n in zip(found, q, k, lengths, strict=True):
         assert torch.equal(y, ours.paged_attention(one, keys, keys, n))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("queries", "group"), [(1, 1), (1, 8), (9, 3)])
+def test_one_chunk_is_one_kernel(queries, group, dtype):
+    """y is written by the kernel that has all keys: right values, zeros of rows that see nothing, NaN of no length."""
+    q = _heads(4, queries, 2 * group, 64, device="cuda", dtype=dtype)
+    k, v = (_heads(4, 200, 2, 64, seed=i, device="cuda", dtype=dtype) for i in (1, 2))
+    lengths = torch.tensor([200, 3, 0, 201], device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        y = ours.paged_attention(q, k, v, lengths)
+        torch.cuda.synchronize()
+    if not profile.events():
+        pytest.skip("the profiler finds nothing")
+    names = [event.name for event in profile.events() if "paged_attention" in event.name]
+    assert len(names) == 1, names
+    assert ("paged_attention_float_kernel" if dtype == torch.float32 else "paged_attention_mma_kernel") in names[0]
+    wide = ours.paged_attention(*(x.double() for x in (q, k, v)), lengths)
+    torch.testing.assert_close(y[:3].double(), wide[:3], rtol=0.02, atol=1e-5 if dtype == torch.float32 else 0.02)
+    assert (y[2] == 0).all()
+    assert y[3].isnan().all()
+    assert y[:3].isfinite().all()

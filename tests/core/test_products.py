@@ -164,3 +164,30 @@ def among_nans(*shape, dtype):
     count = torch.Size(shape).numel()
     memory = torch.full((count + 256,), torch.nan, device="cuda", dtype=dtype)
     return memory[128 : 128 + count].copy_(torch.randint(-3, 4, (count,), device="cuda")).view(shape)
+
+
+def kernels_of(step):
+    """The kernels that ran, and the result."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = step()
+        torch.cuda.synchronize()
+    events = profile.events()
+    if not events:
+        pytest.skip("the profiler finds nothing")
+    return [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA], result
+
+
+@pytest.mark.parametrize("shape", [(2048, 384, 2304), (1999, 72, 2308), (3, 520, 260), (130, 72, 6)], ids=str)
+def test_gelu_in_tf32(shape):
+    """One kernel on Hopper, where tiles are many and nothing keeps the pre-activation."""
+    rows, k, n = shape
+    x, weight, bias = (torch.randn(size, device="cuda") for size in ((rows, k), (n, k), (n,)))
+    ours.linear(x, weight, bias, "gelu", True)  # loads the kernel
+    names, y = kernels_of(lambda: ours.linear(x, weight, bias, "gelu", True))
+    if torch.cuda.get_device_capability() == (9, 0) and rows > 1000:
+        assert len(names) == 1, names
+    z = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    allowed = 2**-9 * (x.double().abs() @ weight.double().abs().T)
+    with_gradient = ours.linear(x.requires_grad_(), weight, bias, "gelu", True)
+    for found in (y, ours.linear(x.detach(), weight, bias, "gelu", True), with_gradient.detach()):
+        assert ((found.double() - torch.nn.functional.gelu(z.detach())).abs() <= allowed.detach()).all()
