@@ -18,7 +18,7 @@ from . import functional as F
 from . import replaced_heads, replaced_products
 from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
-from .replaced_dtypes import as_it_is, autocasts, product_dtype
+from .replaced_dtypes import as_it_is, autocasts
 from .tensors import is_compiling
 
 Serve = Callable[..., Any]
@@ -60,9 +60,10 @@ and of what stands around it, as a sum or a conversion, which is as fast as the 
 
 def _layer_norm(names: Names, switch: str = "", **_: Any) -> Serve:
     def serve(self, x):
-        if not as_it_is(x, self.weight, self.bias) or (switch and getattr(self, switch)):
+        weight, bias = self.weight, self.bias
+        if not as_it_is(x, weight, bias) or (switch and getattr(self, switch)):
             return NotImplemented
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
     return serve
 
@@ -72,9 +73,10 @@ def _rms_norm(names: Names, torchs: Any = None, **options: Any) -> Serve:
 
 
 def _torchs_rms_norm(self, x):
-    if not as_it_is(x, self.weight) or (self.eps is None and x.element_size() == 2):
+    weight = self.weight
+    if not as_it_is(x, weight) or (self.eps is None and x.element_size() == 2):
         return NotImplemented  # torch's epsilon is x's
-    return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+    return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch="") -> Serve:
@@ -191,7 +193,7 @@ def _linear(names: Names, then: tuple[str, ...] = ()) -> Serve:
     def serve(self, x):
         product, activation = getattr(self, first), _activation(getattr(self, act))
         weight = _matrix(product)
-        if activation is None or weight is None or not _pays(x, weight):
+        if activation is None or weight is None or not replaced_products.pays(x, weight):
             return NotImplemented
         if autocasts(x) and _is_widened(getattr(self, act)) and not any(_is_product(getattr(self, n)) for n in then):
             return NotImplemented
@@ -212,15 +214,6 @@ def _is_widened(act: nn.Module) -> bool:
 def _is_product(module: nn.Module) -> bool:
     found = _form(module)
     return found is not None and found[0].kind in ("matrix", "conv1d")
-
-
-def _pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product and its activation in one kernel take less time: on a GPU in 16 bits (docs/performance.md). In
-    float32 torch's cuBLASLt is faster than the library's kernel, which takes an activation, saves."""
-    dtype = product_dtype(x, weight)
-    if dtype is None:
-        return False
-    return dtype.itemsize == 2 if x.is_cuda else dtype.itemsize > 2
 
 
 def _linear_refusal(module: Any, form: Form, names: Names) -> str | None:

@@ -1,4 +1,4 @@
-"""The forwards of modules that are a product alone, as those of replaced_forwards.py."""
+"""The forwards of modules that are a product alone, as those of replaced_forwards.py, and which products pay."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import functional as F
 from .bytecode import Form, Names
@@ -14,6 +15,23 @@ from .tensors import is_compiling
 
 ALIKE = "a product alone: torch's uses cuBLASLt too"
 LARGE_WEIGHT, MANY_ROWS = 1 << 20, 64
+
+
+def pays(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product and its activation in one kernel take less time (docs/lab_notes.md): on a GPU in 16 bits from
+    256 rows on, and for fewer where eager mode saves a launch and the weight is small. In float32 torch's cuBLASLt is
+    faster than the library's kernel, which takes an activation, saves. The kernel reads a copy of a transposed weight,
+    as a ``Conv1D``'s: on a CPU that costs more than the activation."""
+    dtype, rows = product_dtype(x, weight), x.numel() // max(weight.shape[1], 1)
+    if dtype is None:
+        return False
+    if not x.is_cuda:
+        return dtype.itemsize > 2 and rows > 1 and weight.is_contiguous()
+    if dtype.itemsize != 2:
+        return False
+    if not weight.is_contiguous():
+        return rows >= 16 * weight.shape[1]
+    return (weight.numel() <= 1 << 22 and not is_compiling()) or rows >= 256
 
 
 def uneven(names: Names, **_: Any) -> Callable[..., Any]:
@@ -50,7 +68,8 @@ def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
 
 def conv2d_refusal(module: Any, form: Form, names: Names) -> str:
     """cuDNN takes 5 times as long for the 3 channels of a ResNet's images (CHANGELOG.md), and for others 0.8 to 1.1
-    times (docs/performance.md)."""
-    if module.padding_mode == "zeros" and module.groups == 1 and module.in_channels <= 8:
+    times (docs/performance.md); for a pixel, as in a squeeze and excitation, 0.25 to 0.5 (docs/lab_notes.md)."""
+    is_window = max(module.kernel_size) > 1
+    if module.padding_mode == "zeros" and module.groups == 1 and module.in_channels <= 8 and is_window:
         return ""
-    return "torch's is as fast: expected up to 8 input channels, no groups, padding with zeros"
+    return "torch's is as fast: expected up to 8 input channels, more than one pixel, no groups, padding with zeros"

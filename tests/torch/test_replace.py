@@ -337,7 +337,7 @@ def test_rotations_of_all_calls():
 def blocks():
     """A norm and a network of each model that has them."""
     block, layer, encoder = made(gpt2).transformer.h[0], made(llama).model.layers[0], made(bert).bert.encoder.layer[0]
-    yield block.ln_1, block.mlp, {"layer_norm", "linear"}
+    yield block.ln_1, block.mlp, {"layer_norm", "gelu"}
     yield layer.input_layernorm, layer.mlp, {"rms_norm", "swiglu"}
     yield encoder.attention.output.LayerNorm, encoder.intermediate, {"layer_norm", "linear"}
 
@@ -384,6 +384,26 @@ def test_products_of_uneven_sizes():
     (row,) = ours.replace(nn.Linear(768, 2001))
     assert row.operator == "linear"
     assert ours.replace(nn.Linear(768, 2001), without="linear").rows[0].reason == "not selected"
+
+
+def test_activations_apart_from_products_where_that_is_faster(monkeypatch):
+    """They are few rows, or a transposed weight, which the kernel would copy."""
+
+    def mlp(build, place):
+        return lambda: made(build).get_submodule(place)
+
+    plain, transposed = mlp(bert, "bert.encoder.layer.0.intermediate"), mlp(gpt2, "transformer.h.0.mlp")
+    assert computed_by(plain, 2, 32, device="cpu", dtype=torch.float32) == ["aotops::linear"]
+    assert computed_by(plain, 1, 32, device="cpu", dtype=torch.float32) == ["aotops::gelu"]
+    assert computed_by(transposed, 512, 32, device="cpu", dtype=torch.float32) == ["aotops::gelu"]
+    assert computed_by(plain, 1, 32) == ["aotops::linear"]
+    products = importlib.import_module("aotops.frontends.torch.replaced_products")
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "is_compiling", lambda: True)
+        assert computed_by(plain, 255, 32) == ["aotops::gelu"]
+        assert computed_by(plain, 256, 32) == ["aotops::linear"]
+    assert computed_by(transposed, 511, 32) == ["aotops::gelu"]
+    assert computed_by(transposed, 2, 256, 32) == ["aotops::linear"]
 
 
 def test_a_head_of_uneven_sizes_that_is_replaced():
@@ -648,7 +668,8 @@ def test_what_is_left_and_why():
     assert reasons(nn.LayerNorm(4), without="layer_norm") == {"LayerNorm": "not selected"}
     assert reasons(nn.Sequential(nn.GELU(), nn.LayerNorm(4)), only=["gelu"]) == {"LayerNorm": "not selected"}
     assert reasons(nn.Linear(4, 4)) == {"Linear": "a product alone: torch's uses cuBLASLt too"}
-    assert "expected up to 8 input channels" in reasons(nn.Conv2d(16, 8, 3))["Conv2d"]
+    for conv in (nn.Conv2d(16, 8, 3), nn.Conv2d(4, 8, 1)):
+        assert "expected up to 8 input channels" in reasons(conv)["Conv2d"]
     assert reasons(nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"))["Conv2d"]
 
     class Counted(nn.LayerNorm):
