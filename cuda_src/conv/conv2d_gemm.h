@@ -6,6 +6,11 @@
 namespace aot {
 inline namespace AOT_ISA {
 
+// A tensor (images, channels, plane). plane: of x and y the pixels of an image, of a weight the kernel elements.
+struct Planes {
+  int64_t images, channels, plane;
+};
+
 struct Conv2dGemm {
   enum Pass { y, dx, dweight };
   Pass pass;
@@ -24,6 +29,11 @@ struct Conv2dGemm {
   bool whole_vectors;    // whether `to` has whole vectors of channels, aligned
   int64_t b_tap, b_row;  // weight: elements from one kernel element, and from one row, to the next
   bool independent;      // reads nothing that the kernel launched before it writes
+  bool three;            // float32 in three parts (conv2d_parts.cuh): a pixel, or a kernel element, has all channels of
+                         // one part after the other
+
+  int parts() const { return three ? 3 : 1; }
+  DType factors() const { return three ? DType::bfloat16 : dtype; }
 
   int pixels() const { return batch * out_h * out_w; }
   int kernel() const { return kernel_h * kernel_w; }
@@ -33,12 +43,14 @@ struct Conv2dGemm {
 Status conv2d_cutlass_16(const char *op, const Conv2dGemm &p, void *stream);
 Status conv2d_cutlass_32(const char *op, const Conv2dGemm &p, void *stream);
 
-// wgmma, compute capability 9.0: 16-bit dtypes, and TF32 except for dweight. dx of float32 takes the weight transposed,
-// with output channels contiguous. conv2d_sm90_takes: whether the GEMM is supported; if so, it sets p->slices, to at
-// most max_slices. unsplit: whether the kernel may write the result itself if one slice suffices; else dweight's single
-// slice is partial sums as well.
+// wgmma, compute capability 9.0: 16-bit dtypes, float32 in three parts, and TF32 except for dweight. dx of TF32 takes
+// the weight transposed, with output channels contiguous. conv2d_sm90_takes: whether the GEMM is supported; if so, it
+// sets p->slices, to at most max_slices. unsplit: whether the kernel may write the result itself if one slice suffices;
+// else dweight's single slice is partial sums as well.
 bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unsplit);
 Status conv2d_sm90(LaunchSequence &launch, const Conv2dGemm &p);
+// Packs float32 from either layout in NHWC, in three parts: channels are whole vectors of eight, aligned to 16 bytes.
+Status split_images(LaunchSequence &launch, bool nhwc, const float *from, Planes planes, void *to);
 
 }  // namespace AOT_ISA
 }  // namespace aot

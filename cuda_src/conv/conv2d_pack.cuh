@@ -1,7 +1,7 @@
 // Packing: copies tensors to NHWC with padded channels, as the implicit GEMM kernels take them, and results back. A
 // packing kernel reads nothing that another kernel of the call wrote.
 #pragma once
-#include "conv2d.cuh"
+#include "conv2d_gemm.h"
 #include "cuda/overlap.cuh"
 
 namespace aot {
@@ -99,11 +99,6 @@ Status transpose(Transposition<T> t, LaunchSequence &launch) {
   return t.cols > 16 ? with_tile(transpose_kernel<T, 32, 64>, 32, 64)
                      : with_tile(transpose_kernel<T, 128, 16>, 128, 16);
 }
-
-// A tensor (images, channels, plane). plane: of x and y the pixels of an image, of a weight the kernel elements.
-struct Planes {
-  int64_t images, channels, plane;
-};
 
 // From either layout to (to_images, plane, to_channels), padded with zeros.
 template <typename T>

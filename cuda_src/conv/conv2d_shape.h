@@ -213,18 +213,22 @@ struct Conv2dParams {
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
     int64_t few_dweight = 0, few_dx = 0;         // of few channels: the same in all; the weight
     int64_t depthwise_dweight = 0;               // the same, depthwise
-    int64_t library = 0;                         // cuBLASLt's
+    // float32 in three parts (conv2d_parts.cuh), for compute capability 9.0: packed tensors, and dweight's slices
+    bool three = false;
+    int64_t three_x = 0, three_weight = 0, three_y = 0, three_slices = 0;
+    int64_t library = 0;  // cuBLASLt's
     int64_t dbias = 0;
 
     bool any(Kernels k) const { return of_y == k || of_dx == k || of_dweight == k; }
     int64_t forward() const {
       if (of_y == few_channels || of_y == depthwise || of_y == direct) return 0;
-      return (packed ? weight + y + x : 0) + bias + library;
+      return std::max(packed ? weight + y + x : 0, three_weight + three_x) + bias + library;
     }
     // packed x takes the place of packed dx; what kernels of few channels use is free before and after
     int64_t backward() const {
-      return std::max(
-                 {weight + (packed ? y + x : 0) + slices * slice + library, few_dweight, few_dx, depthwise_dweight}) +
+      return std::max({weight + (packed ? y + x : 0) + slices * slice + library,
+                       three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx,
+                       depthwise_dweight}) +
              dbias;
     }
   };
@@ -302,6 +306,13 @@ struct Conv2dParams {
       p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
     }
     p.slice = p.out_channels * s.kernel() * p.channels;
+    p.three = dtype == DType::float32 && !allow_tf32 && s.channels % 64 == 0 && s.out_channels % 64 == 0;
+    if (!p.three) return p;
+    constexpr int64_t kBytes = 6;  // of three parts
+    p.three_x = words(s.batch * s.height * s.width * s.channels, kBytes);
+    p.three_weight = words(p.slice, kBytes), p.three_y = words(s.pixels() * s.out_channels, kBytes);
+    const int64_t tiles = divide_up(s.out_channels, 128) * divide_up(s.kernel() * s.channels, 128);
+    p.three_slices = std::clamp<int64_t>(kFullGrid / 2 / tiles, 1, divide_up(s.pixels(), kMinSlice));
     return p;
   }
 

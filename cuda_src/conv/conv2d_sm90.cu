@@ -1,3 +1,4 @@
+#include "conv2d_parts.cuh"
 #include "conv2d_wgmma.cuh"
 
 #include <climits>
@@ -9,7 +10,6 @@ namespace {
 // RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks, OutBoxes, Swapped: the fastest on an H200
 // (docs/lab_notes.md). y and dx:
 using OneColumnTile = WgmmaTile<2, 1, 2, 1, 3, 3>;
-using ShortTile = WgmmaTile<1, 2, 1, 1, 2, 4>;  // sums of one or two steps
 using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;
 using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;  // phases
 using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
@@ -23,6 +23,11 @@ using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;
 using DweightSix = WgmmaTile<2, 3, 2, 1, 5, 1>;
 using DweightQuad = WgmmaTile<2, 4, 2, 1, 4, 1>;
 using DweightNine = WgmmaTile<3, 3, 3, 1, 4, 1>;
+
+// float32 in three parts: y and dx, and dweight
+using ThreeColumn = WgmmaTile<2, 1, 2, 1, 3, 1, 0, false, 3>;
+using ThreeSquare = WgmmaTile<2, 2, 2, 1, 2, 1, 0, false, 3>;
+using ThreeRow = WgmmaTile<1, 2, 1, 1, 3, 1, 0, false, 3>;  // up to 64 output channels
 
 template <class Tile>
 int64_t count_tiles(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
@@ -111,14 +116,13 @@ auto with_fastest(const Conv2dWgmma &p, F f, Type<First> first, Type<Rest>... re
 // f(Type<Tile>()) for the tile to use.
 template <Conv2dGemm::Pass kPass, class F>
 auto with_tile(const Conv2dWgmma &p, F f) {
-  const int64_t rows = ceil_div(p.rows, kBox), cols = col_boxes(kPass, p);
   if constexpr (kPass == Conv2dGemm::dweight) {
+    const int64_t rows = ceil_div(p.rows, kBox), cols = col_boxes(kPass, p);
     if (cols % 3 != 0 && cols * rows <= 8) return f(Type<DweightSmall>());
     if (rows == 1 && cols % 3 == 0) return f(Type<DweightTriple>());
     return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<DweightQuad>(),
                                Type<DweightNine>(), Type<DweightSix>());
   } else {
-    if (p.steps <= 2 && cols > 1) return f(Type<ShortTile>());
     return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<WideTile>(), Type<DeepTile>(),
                                Type<LinesTile>());
   }
@@ -168,6 +172,18 @@ auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
   return f(Type<SquareTile>());
 }
 
+template <class F>
+auto with_dweight_tile_of_three(const Conv2dWgmma &p, F f) {
+  return p.rows <= kBox ? f(Type<ThreeRow>()) : f(Type<ThreeSquare>());
+}
+int slices_of_three(const Conv2dWgmma &p, int most) {
+  return with_dweight_tile_of_three(p, [&](auto type) {
+    const int64_t tiles = count_tiles<typename decltype(type)::type>(Conv2dGemm::dweight, p);
+    return static_cast<int>(
+        std::max<int64_t>(std::min<int64_t>({most, kMultiprocessors / tiles, ceil_div(p.steps, 4)}), 1));
+  });
+}
+
 }  // namespace
 
 bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unsplit) {
@@ -175,11 +191,11 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   if (device_limits(op, &limits) != kOk || limits.major != 9) return false;
   if (!TensorMaps::get().tiled || !TensorMaps::get().im2col) return false;
   const bool dx = p->pass == Conv2dGemm::dx, dweight = p->pass == Conv2dGemm::dweight;
-  if (p->dtype == DType::float32 && (!p->tf32 || dweight)) return false;
+  if (p->dtype == DType::float32 && !p->three && (!p->tf32 || dweight)) return false;
   // A strided dx is one GEMM per stride phase.
   auto one_is_1 = [](int stride, int dilation) { return stride == 1 || dilation == 1; };
   if (dx && (!one_is_1(p->stride_h, p->dilation_h) || !one_is_1(p->stride_w, p->dilation_w))) return false;
-  const int phases = dx && !clears(*p) ? p->stride_h * p->stride_w : 1;
+  const int phases = dx && (p->three || !clears(*p)) ? p->stride_h * p->stride_w : 1;
   if (phases > Conv2dPhases::kMost) return false;
   // limits of TMA's im2col mode: 8-bit corners and offsets, strides of up to 8
   const int reach_h = p->dilation_h * (p->kernel_h - 1), reach_w = p->dilation_w * (p->kernel_w - 1);
@@ -191,6 +207,7 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   const int64_t image = int64_t{p->height} * p->width * p->channels,
                 out = int64_t{p->out_h} * p->out_w * p->out_channels;
   if (p->batch * std::min(image, out) < 1 << 16) return false;
+  if (p->three) return p->slices = dweight ? slices_of_three(wgmma_params(*p), max_slices) : 0, true;
   // y and dx: in each launch, because the phases of a strided dx have sums of different lengths
   p->slices = dweight ? count_slices<Conv2dGemm::dweight>(wgmma_params(*p), max_slices) : 0;
   if (p->slices <= 1) p->slices = unsplit ? 0 : 1;
@@ -198,6 +215,8 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
 }
 
 namespace {
+
+Status refused(const char *op) { return fail(kDeviceError, "%s: the driver refuses a tensor map", op); }
 
 template <Conv2dGemm::Pass kPass, typename T>
 Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
@@ -212,21 +231,24 @@ Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
   });
 }
 
-Status refused(const char *op) { return fail(kDeviceError, "%s: the driver refuses a tensor map", op); }
-
 // All phases in one kernel. Their blocks start in the order of their sums' lengths, so that the short ones fill what
 // the long ones leave.
-template <typename T>
-Status run_phases(LaunchSequence &launch, const Conv2dGemm &c) {
-  Conv2dPhases all = {};
+Status phases_of(const char *op, const Conv2dGemm &c, Conv2dPhases *to) {
+  Conv2dPhases &all = *to = {};
   for (int h = 0; h < std::min(c.stride_h, c.height); ++h)
     for (int w = 0; w < std::min(c.stride_w, c.width); ++w) all.phase[all.count++] = wgmma_params(c, h, w);
   std::stable_sort(all.phase, all.phase + all.count,
                    [](const Conv2dWgmma &a, const Conv2dWgmma &b) { return a.steps > b.steps; });
   for (int i = 0; i < all.count; ++i)
-    if (!map_operands(c, &all.phase[i])) return refused(launch.op());
+    if (!map_operands(c, &all.phase[i])) return refused(op);
   const bool by_boxes = std::all_of(all.phase, all.phase + all.count, [](const Conv2dWgmma &p) { return p.by_boxes; });
   for (Conv2dWgmma &phase : all.phase) phase.by_boxes = by_boxes;
+  return kOk;
+}
+template <typename T>
+Status run_phases(LaunchSequence &launch, const Conv2dGemm &c) {
+  Conv2dPhases all;
+  AOT_TRY(phases_of(launch.op(), c, &all));
   return with_fastest_of_phases(all, [&](auto type) {
     using Tile = typename decltype(type)::type;
     if constexpr (sizeof(T) == 4 && Tile::kSwapped) return kOk;  // not supported
@@ -245,9 +267,46 @@ Status run(LaunchSequence &launch, const Conv2dGemm &c) {
   return with_pass(c.pass, [&](auto pass) { return run_one<pass.value, T>(launch, p); });
 }
 
+Status run_three(LaunchSequence &launch, const Conv2dGemm &c) {
+  AOT_TRY(bind_device(launch.op()));
+  if (c.pass == Conv2dGemm::dx && (c.stride_h > 1 || c.stride_w > 1)) {
+    Conv2dPhases all;
+    AOT_TRY(phases_of(launch.op(), c, &all));
+    return launch_phases<float, ThreeColumn>(launch, all);
+  }
+  Conv2dWgmma p = wgmma_params(c);
+  if (!map_operands(c, &p)) return refused(launch.op());
+  if (c.pass == Conv2dGemm::dweight)
+    return with_dweight_tile_of_three(p, [&](auto type) {
+      return launch_wgmma<float, Conv2dGemm::dweight, typename decltype(type)::type>(launch, p);
+    });
+  return with_pass(c.pass, [&](auto pass) {
+    const int slices = count_slices<ThreeColumn, pass.value>(p, kMaxCluster);
+    p.slices = slices > 1 ? slices : 0;
+    if constexpr (pass.value == Conv2dGemm::dweight) return kOk;  // above
+    else return launch_wgmma<float, pass.value, ThreeColumn>(launch, p);
+  });
+}
+
 }  // namespace
 
+Status split_images(LaunchSequence &launch, bool nhwc, const float *from, Planes p, void *to) {
+  const auto channels = static_cast<unsigned>(p.channels), plane = static_cast<unsigned>(p.plane);
+  auto *parts = static_cast<__nv_bfloat16 *>(to);
+  if (nhwc || plane == 1) {
+    const int64_t pixels = p.images * p.plane, vectors = p.channels / kPartVector;
+    return launch(split_kernel, grid_size(ceil_div(pixels * vectors, kPackBlock)), kPackBlock, 0, 1, from, parts,
+                  pixels, static_cast<unsigned>(vectors));
+  }
+  auto with_tile = [&](auto *kernel, int of_channels, int of_pixels) {
+    const int64_t blocks = p.images * ceil_div(p.channels, of_channels) * ceil_div(p.plane, of_pixels);
+    return launch(kernel, grid_size(blocks), kPackBlock, 0, 1, from, parts, channels, plane);
+  };
+  return plane > 16 ? with_tile(split_planes_kernel<64, 32>, 64, 32) : with_tile(split_planes_kernel<128, 16>, 128, 16);
+}
+
 Status conv2d_sm90(LaunchSequence &launch, const Conv2dGemm &p) {
+  if (p.three) return run_three(launch, p);
   if (p.dtype == DType::float32) return run<float>(launch, p);
   return p.dtype == DType::float16 ? run<__half>(launch, p) : run<__nv_bfloat16>(launch, p);
 }

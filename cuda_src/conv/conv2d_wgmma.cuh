@@ -10,7 +10,8 @@
 //                                               x (pixels, channels)
 // where outputs are the output channels. wgmma reads 16-bit operands in either major order, so these are never
 // transposed. TF32 must be K-major: dx then takes the weight as (channels, outputs), and dweight, whose operands would
-// have to be transposed, is left to CUTLASS.
+// have to be transposed, is left to CUTLASS. float32 in three parts (conv2d_parts.cuh) has 16-bit operands: a step's
+// boxes are loaded of all parts, and six products of them added.
 #pragma once
 #include "conv2d_gemm.h"
 #include "cuda/overlap.cuh"
@@ -31,16 +32,20 @@ constexpr int kBoxDepth = kBoxRow / static_cast<int>(sizeof(T));  // elements of
 // producer warp, in a pipeline of kStages; a multiprocessor has room for kBlocks blocks. Clusters that share their
 // loads by multicast were slower. wgmma reads both operands for each 64 rows of its first one, and is faster with the
 // longer side of a tile as its second one: `kSwapped` tiles have their channels first. A warpgroup then has room for
-// kOutBoxes boxes of its result, from which TMA stores them while the next tile is computed.
+// kOutBoxes boxes of its result, from which TMA stores them while the next tile is computed. kParts: of float32, three.
 template <int kRowBoxes_, int kColBoxes_, int kRowGroups_, int kColGroups_, int kStages_, int kBlocks_,
-          int kOutBoxes_ = 0, bool kSwapped_ = false>
+          int kOutBoxes_ = 0, bool kSwapped_ = false, int kParts_ = 1>
 struct WgmmaTile {
   static constexpr int kRowBoxes = kRowBoxes_, kColBoxes = kColBoxes_, kRowGroups = kRowGroups_;
   static constexpr int kColGroups = kColGroups_, kStages = kStages_, kBlocks = kBlocks_;
   static constexpr int kGroups = kRowGroups * kColGroups, kOutBoxes = kOutBoxes_;
   static constexpr bool kSwapped = kSwapped_;
-  static constexpr int kThreads = kGroups * 128 + 32;
-  static constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes, kOut = kStages * kStageBytes;
+  static constexpr int kParts = kParts_;
+  // Registers of consumers and of the producer, which is a warpgroup then, if they do not start with enough.
+  static constexpr int kTaken = kParts == 3 && kRowGroups * kColGroups == 2 && kColBoxes == 2 ? 232 : 0, kLeft = 40;
+  static constexpr int kThreads = kGroups * 128 + (kTaken ? 128 : 32);
+  static constexpr int kPartBytes = (kRowBoxes + kColBoxes) * kBoxBytes, kStageBytes = kParts * kPartBytes;
+  static constexpr int kOut = kStages * kStageBytes;
   static constexpr int kBoxesBytes = kOut + kGroups * kOutBoxes * kBoxBytes;
   static constexpr int kShared = kBoxesBytes + 1024;  // boxes are aligned to 1024
   // Split-K within a cluster, which adds up its partial sums through distributed shared memory: for blocks that have a
@@ -56,6 +61,7 @@ struct Conv2dWgmma {
   int columns;         // y, dx: of the result; dweight: of one kernel element, which is channels
   int steps;           // of the mainloop: boxes along the sum
   int depth;           // y, dx: boxes along the channels of a kernel element's sum; dweight: boxes along channels
+  int a_part, b_part;  // of three parts: channels from one to the next
   int kernel, kernel_w;
   int tap, tap_h, tap_w;  // dx: weight's kernel element for dy's first one, and from one of dy's rows and columns on
   int map_h, map_w;       // pixels of the im2col operand
@@ -108,9 +114,12 @@ __device__ inline uint64_t box_descriptor(uint32_t address) { return wgmma_descr
 
 template <typename T, Conv2dGemm::Pass kPass, class Tile>
 struct WgmmaBlock {
-  static constexpr bool kDweight = kPass == Conv2dGemm::dweight, kTf32 = sizeof(T) == 4;
+  // float32: TF32, or three parts of bfloat16
+  static constexpr bool kThree = Tile::kParts == 3;
+  using Factor = std::conditional_t<kThree, __nv_bfloat16, T>;
+  static constexpr bool kDweight = kPass == Conv2dGemm::dweight, kTf32 = sizeof(Factor) == 4;
   static constexpr bool kTransposedB = kPass == Conv2dGemm::dx && !kTf32;         // b is MN-major
-  static constexpr int kDepth = kBoxDepth<T>;                                     // elements of a step
+  static constexpr int kDepth = kBoxDepth<Factor>;                                // elements of a step
   static constexpr int kRowsOfGroup = Tile::kRowBoxes / Tile::kRowGroups;         // in boxes
   static constexpr int kColsOfGroup = Tile::kColBoxes / Tile::kColGroups * kBox;  // in elements
   // 64 rows of wgmma's first operand, and elements of its second one
@@ -140,8 +149,10 @@ struct WgmmaBlock {
     for (int tile = first; tile < p.row_tiles * p.col_tiles; tile += gridDim.x) f(work_tile(tile));
   }
 
-  __device__ uint32_t a_box(int stage, int i) const { return boxes + stage * Tile::kStageBytes + i * kBoxBytes; }
-  __device__ uint32_t b_box(int stage, int j) const { return a_box(stage, Tile::kRowBoxes + j); }
+  __device__ uint32_t a_box(int stage, int i, int part = 0) const {
+    return boxes + stage * Tile::kStageBytes + part * Tile::kPartBytes + i * kBoxBytes;
+  }
+  __device__ uint32_t b_box(int stage, int j, int part = 0) const { return a_box(stage, Tile::kRowBoxes + j, part); }
 
   __device__ PixelAt pixel(int i) const {
     const int w = i % p.map_w, h = i / p.map_w % p.map_h;
@@ -173,13 +184,18 @@ struct WgmmaBlock {
       const int stage = next(), k_w = k % p.kernel_w, k_h = k / p.kernel_w;
       const int tap = kPass == Conv2dGemm::y ? k : p.tap + k_h * p.tap_h + k_w * p.tap_w;
 #pragma unroll
-      for (int i = 0; i < Tile::kRowBoxes; ++i)
-        tma_load(p.a, a_box(stage, i), &full[stage], d * kDepth, rows[i], k_w * p.dilation_w, k_h * p.dilation_h);
+      for (int part = 0; part < Tile::kParts; ++part) {
+        const int a = part * p.a_part, b = part * p.b_part;
 #pragma unroll
-      for (int j = 0; j < Tile::kColBoxes; ++j) {
-        const int col = (at.col_box + j) * kBox;
-        if (kTransposedB) tma_load(p.b, b_box(stage, j), &full[stage], col, tap, d * kDepth);
-        else tma_load(p.b, b_box(stage, j), &full[stage], d * kDepth, tap, col);
+        for (int i = 0; i < Tile::kRowBoxes; ++i)
+          tma_load(p.a, a_box(stage, i, part), &full[stage], a + d * kDepth, rows[i], k_w * p.dilation_w,
+                   k_h * p.dilation_h);
+#pragma unroll
+        for (int j = 0; j < Tile::kColBoxes; ++j) {
+          const int col = (at.col_box + j) * kBox;
+          if (kTransposedB) tma_load(p.b, b_box(stage, j, part), &full[stage], b + col, tap, d * kDepth);
+          else tma_load(p.b, b_box(stage, j, part), &full[stage], b + d * kDepth, tap, col);
+        }
       }
       if (++d == p.depth) d = 0, ++k;
     }
@@ -193,18 +209,22 @@ struct WgmmaBlock {
     for (int j = 0; j < Tile::kColBoxes; ++j) {
       const int box = at.col_box + j, k = box / p.depth;
       const bool there = k < p.kernel;
-      cols[j] = {(there ? box % p.depth : p.depth) * kBox, there ? k % p.kernel_w * p.dilation_w : 0,
+      cols[j] = {(there ? box % p.depth : p.depth * Tile::kParts) * kBox, there ? k % p.kernel_w * p.dilation_w : 0,
                  there ? k / p.kernel_w * p.dilation_h : 0};
     }
     for (int step = at.first_step; step < at.last_step; ++step) {
       const int stage = next();
       const PixelAt pixels = pixel(step * kBox);
 #pragma unroll
-      for (int i = 0; i < Tile::kRowBoxes; ++i)
-        tma_load(p.a, a_box(stage, i), &full[stage], (at.row_box + i) * kBox, step * kBox);
+      for (int part = 0; part < Tile::kParts; ++part) {
+        const int a = part * p.a_part, b = part * p.b_part;
 #pragma unroll
-      for (int j = 0; j < Tile::kColBoxes; ++j)
-        tma_load(p.b, b_box(stage, j), &full[stage], cols[j].c, pixels, cols[j].w, cols[j].h);
+        for (int i = 0; i < Tile::kRowBoxes; ++i)
+          tma_load(p.a, a_box(stage, i, part), &full[stage], a + (at.row_box + i) * kBox, step * kBox);
+#pragma unroll
+        for (int j = 0; j < Tile::kColBoxes; ++j)
+          tma_load(p.b, b_box(stage, j, part), &full[stage], b + cols[j].c, pixels, cols[j].w, cols[j].h);
+      }
     }
   }
 
@@ -226,32 +246,73 @@ struct WgmmaBlock {
     constexpr bool kAcrossA = kDweight, kAcrossB = kDweight || kTransposedB;
     constexpr int kStepA = kAcrossA ? 16 * kBoxRow : 32, kStepB = kAcrossB ? 16 * kBoxRow : 32;
     constexpr int kStepFirst = Tile::kSwapped ? kStepB : kStepA, kStepSecond = Tile::kSwapped ? kStepA : kStepB;
-    using Mma = std::conditional_t<Tile::kSwapped, Wgmma<T, kSecond, kAcrossB, kAcrossA>,
-                                   Wgmma<T, kSecond, kAcrossA, kAcrossB>>;
+    using Mma = std::conditional_t<Tile::kSwapped, Wgmma<Factor, kSecond, kAcrossB, kAcrossA>,
+                                   Wgmma<Factor, kSecond, kAcrossA, kAcrossB>>;
     auto release = [&](int iteration) {
       if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[iteration % Tile::kStages]);
     };
-    for (int step = 0; step < steps; ++step, ++iteration) {
-      const int stage = iteration % Tile::kStages;
-      mbarrier_wait(&full[stage], iteration / Tile::kStages % 2);
-      const uint32_t a = a_box(stage, row_group * kRowsOfGroup), b = b_box(stage, col_group * (kColsOfGroup / kBox));
-      const uint32_t first = Tile::kSwapped ? b : a, second = Tile::kSwapped ? a : b;
-      fence_registers(sum);
-      wgmma_begin();
+    if constexpr (kThree) {
+      // Tensor cores truncate what they add to: 64 products of the largest parts are added to 0, and ordinary additions
+      // gather such sums, while tensor cores compute the other products. These are at most 2^-8 of the former, and may
+      // be one long sum, which is left out where the other is not finite: an infinity has no smaller parts.
+      static_assert(kFirst == 1 && !Tile::kSwapped);
+      float largest[1][kSecond / 2], others[1][kSecond / 2] = {};
+      for (int step = 0; step < steps; ++step, ++iteration) {
+        const int stage = iteration % Tile::kStages;
+        mbarrier_wait(&full[stage], iteration / Tile::kStages % 2);
+        auto multiply = [&](int k, int a, int b, float (&to)[kSecond / 2], bool add) {
+          Mma::run(box_descriptor(a_box(stage, row_group * kRowsOfGroup, a) + k * kStepA),
+                   box_descriptor(b_box(stage, col_group * (kColsOfGroup / kBox), b) + k * kStepB), to, add);
+        };
+        fence_registers(largest), fence_registers(others);
+        wgmma_begin();
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+        for (int k = 0; k < 4; ++k) multiply(k, 0, 0, largest[0], k > 0);
+        wgmma_end();
 #pragma unroll
-        for (int i = 0; i < kFirst; ++i)
-          Mma::run(box_descriptor(first + i * kBoxBytes + k * kStepFirst), box_descriptor(second + k * kStepSecond),
-                   sum[i], step + k > 0);
-      wgmma_end();
+        for (int k = 0; k < 4; ++k) {
+          multiply(k, 1, 1, others[0], step + k > 0);
+          multiply(k, 2, 0, others[0], true);
+          multiply(k, 0, 2, others[0], true);
+          multiply(k, 1, 0, others[0], true);
+          multiply(k, 0, 1, others[0], true);
+        }
+        wgmma_end();
+        fence_registers(others);
+        wgmma_wait<1>();
+        fence_registers(largest);
+        if (step > 0) release(iteration - 1);
+#pragma unroll
+        for (int i = 0; i < kSecond / 2; ++i) sum[0][i] += largest[0][i];
+      }
+      wgmma_wait<0>();
+      fence_registers(others);
+      if (steps > 0) release(iteration - 1);
+#pragma unroll
+      for (int i = 0; i < kSecond / 2; ++i) sum[0][i] += isfinite(sum[0][i]) ? others[0][i] : 0;
+    } else {
+      for (int step = 0; step < steps; ++step, ++iteration) {
+        const int stage = iteration % Tile::kStages;
+        mbarrier_wait(&full[stage], iteration / Tile::kStages % 2);
+        const uint32_t a = a_box(stage, row_group * kRowsOfGroup), b = b_box(stage, col_group * (kColsOfGroup / kBox));
+        const uint32_t first = Tile::kSwapped ? b : a, second = Tile::kSwapped ? a : b;
+        fence_registers(sum);
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+          for (int i = 0; i < kFirst; ++i)
+            Mma::run(box_descriptor(first + i * kBoxBytes + k * kStepFirst), box_descriptor(second + k * kStepSecond),
+                     sum[i], step + k > 0);
+        wgmma_end();
+        fence_registers(sum);
+        wgmma_wait<1>();
+        if (step > 0) release(iteration - 1);
+      }
+      wgmma_wait<0>();
       fence_registers(sum);
-      wgmma_wait<1>();
-      if (step > 0) release(iteration - 1);
+      if (steps > 0) release(iteration - 1);
     }
-    wgmma_wait<0>();
-    fence_registers(sum);
-    if (steps > 0) release(iteration - 1);
   }
 
   // Zeros in the pixels of dx between those of this tile.
@@ -438,9 +499,9 @@ struct WgmmaBlock {
     }
     if (kDweight && p.slices) {
       write_pair<float>(row, at, columns, col + pair, v0), write_pair<float>(row, at, columns, col + pair + 8, v1);
-    } else if (kTf32 || !p.pairs) {
+    } else if (sizeof(T) == 4 || !p.pairs) {
       write_pair<T>(row, at, columns, col + pair, v0), write_pair<T>(row, at, columns, col + pair + 8, v1);
-    } else if constexpr (!kTf32) {
+    } else if constexpr (sizeof(T) == 2) {
       // Pairs of lanes exchange a pair each. Each lane then has four contiguous elements, the four lanes a sector.
       const uint32_t w0 = narrow_word(v0.x, v0.y, T()), w1 = narrow_word(v1.x, v1.y, T());
       const bool odd = threadIdx.x & 1;
@@ -483,11 +544,13 @@ __device__ inline void compute_block(bool independent, Each each) {
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
   int iteration = 0;
   if (group < Tile::kGroups) {
+    if constexpr (Tile::kTaken) take_registers<Tile::kTaken>();
     each([&](const Conv2dWgmma &p, int first) {
       Block{p, first, boxes, full, empty}.compute_tiles(group % Tile::kRowGroups, group / Tile::kRowGroups, iteration);
     });
     if constexpr (Tile::kSwapped) wait_for_stores();  // of this thread, of which most have none
   } else {
+    if constexpr (Tile::kTaken) give_registers<Tile::kLeft>();
     if (threadIdx.x != Tile::kGroups * 128) return;
     if (!independent) wait_for_kernel_before();
     // The next kernel may be `independent` of this one and read what earlier kernels wrote, without waiting: it may
@@ -570,7 +633,7 @@ struct DxTaps {
 // pixels (i * stride_h + phase_h, j * stride_w + phase_w).
 inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_w = 0) {
   const bool dx = c.pass == Conv2dGemm::dx, dweight = c.pass == Conv2dGemm::dweight;
-  const int box_depth = static_cast<int>(kBoxRow / itemsize(c.dtype));
+  const int box_depth = static_cast<int>(kBoxRow / itemsize(c.factors()));
   auto boxes = [](int64_t n, int size) { return static_cast<int>(ceil_div(n, size)); };
   Conv2dWgmma p = {};
   p.kernel = c.kernel(), p.kernel_w = c.kernel_w, p.dilation_h = c.dilation_h, p.dilation_w = c.dilation_w;
@@ -590,6 +653,7 @@ inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_
   p.columns = dweight ? c.channels : c.to_channels;
   p.depth = dweight ? boxes(c.channels, kBox) : boxes(dx ? c.out_channels : c.channels, box_depth);
   p.steps = dweight ? boxes(c.pixels(), box_depth) : p.kernel * p.depth;
+  p.a_part = c.pass == Conv2dGemm::y ? c.channels : c.out_channels, p.b_part = c.channels;
   p.slices = c.slices, p.pairs = c.whole_vectors, p.independent = c.independent, p.bias = c.bias;
   p.to = static_cast<char *>(c.to) +
          (phase_h * c.to_strides.row + phase_w * c.to_strides.column) * static_cast<int64_t>(itemsize(c.dtype));
@@ -617,22 +681,23 @@ inline void map_result(const Conv2dGemm &c, Conv2dWgmma *p) {
 
 // Encodes the tensor maps; false if the driver refuses.
 inline bool map_operands(const Conv2dGemm &c, Conv2dWgmma *p) {
-  const auto box_depth = static_cast<uint32_t>(kBoxRow / itemsize(c.dtype));
-  const uint64_t channels = c.channels, out_channels = c.out_channels;
+  const DType dtype = c.factors();
+  const auto box_depth = static_cast<uint32_t>(kBoxRow / itemsize(dtype));
+  const int channels = c.channels * c.parts(), out_channels = c.out_channels * c.parts();  // of a pixel
   if (c.pass == Conv2dGemm::dweight)
-    return map_tiled<2>(&p->a, c.dtype, c.a, {out_channels, uint64_t(c.pixels())}, {c.out_channels},
+    return map_tiled<2>(&p->a, dtype, c.a, {uint64_t(out_channels), uint64_t(c.pixels())}, {out_channels},
                         {box_depth, kBox}) &&
-           map_im2col(&p->b, c.dtype, c.b, c.batch, c.height, c.width, c.channels, *p);
+           map_im2col(&p->b, dtype, c.b, c.batch, c.height, c.width, channels, *p);
   map_result(c, p);
   const bool dx = c.pass == Conv2dGemm::dx;
-  if (!(dx ? map_im2col(&p->a, c.dtype, c.a, c.batch, c.out_h, c.out_w, c.out_channels, *p)
-           : map_im2col(&p->a, c.dtype, c.a, c.batch, c.height, c.width, c.channels, *p)))
+  if (!(dx ? map_im2col(&p->a, dtype, c.a, c.batch, c.out_h, c.out_w, out_channels, *p)
+           : map_im2col(&p->a, dtype, c.a, c.batch, c.height, c.width, channels, *p)))
     return false;
-  const bool transposed = dx && c.dtype == DType::float32;
-  return map_tiled<3>(
-      &p->b, c.dtype, c.b,
-      {transposed ? out_channels : channels, uint64_t(c.kernel()), transposed ? uint64_t(c.to_channels) : out_channels},
-      {c.b_tap, c.b_row}, {box_depth, 1, kBox});
+  const bool transposed = dx && dtype == DType::float32;
+  return map_tiled<3>(&p->b, dtype, c.b,
+                      {uint64_t(transposed ? out_channels : channels), uint64_t(c.kernel()),
+                       uint64_t(transposed ? c.to_channels : c.out_channels)},
+                      {c.b_tap, c.b_row}, {box_depth, 1, kBox});
 }
 
 template <typename T, Conv2dGemm::Pass kPass, class Tile>

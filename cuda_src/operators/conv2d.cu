@@ -277,6 +277,11 @@ class ImplicitGemmCall {
 
   Status y(const T *x, const T *weight, const T *bias, T *y) {
     const Conv2dShape &s = call_.s;
+    if constexpr (sizeof(T) == 4) {
+      bool taken;
+      AOT_TRY(y_of_three(x, weight, bias, y, &taken));
+      if (taken) return kOk;
+    }
     T *weight_at = take_packed(plan_.weight), *y_at = take(plan_.y), *x_at = take_packed(plan_.x);
     if (bias && (plan_.packed || !aligned(bias))) {
       T *bias_at = take(plan_.bias);
@@ -295,6 +300,11 @@ class ImplicitGemmCall {
   // dx or dweight may be null.
   Status backward(const T *dy, const T *x, const T *weight, T *dx, T *dweight) {
     const Conv2dShape &s = call_.s;
+    if constexpr (sizeof(T) == 4) {
+      bool taken;
+      AOT_TRY(backward_of_three(dy, x, weight, dx, dweight, &taken));
+      if (taken) return kOk;
+    }
     T *weight_at = take(plan_.weight), *dy_at = take(plan_.y), *x_at = take_packed(plan_.x);
     float *slices = next_;
     Conv2dGemm of_dx = p_, of_dweight = p_;
@@ -340,6 +350,61 @@ class ImplicitGemmCall {
   }
 
  private:
+  // float32 in three parts: whether the kernels take a pass.
+  bool takes_three(Conv2dGemm *p, int max_slices) const {
+    p->three = plan_.three;
+    p->b_tap = p->parts() * plan_.channels, p->b_row = call_.s.kernel() * p->b_tap;
+    return p->three && conv2d_sm90_takes(op(), p, max_slices, false);
+  }
+  Status split(bool wanted, const float *from, Planes planes, const void **to, int64_t words) {
+    float *parts = take(words);
+    *to = parts;
+    return wanted ? split_images(launch_, call_.nhwc, from, planes, parts) : kOk;
+  }
+  Planes weight_planes() const { return {call_.s.out_channels, call_.s.channels, call_.s.kernel()}; }
+
+  Status y_of_three(const float *x, const float *weight, const float *bias, float *y, bool *taken) {
+    Conv2dGemm p = p_;
+    p.pass = Conv2dGemm::y, p.whole_vectors = !plan_.packed_y, p.bias = bias;
+    p.to = y, p.to_strides = call_.y, p.to_channels = call_.s.out_channels;
+    if (!(*taken = takes_three(&p, 1))) return kOk;
+    AOT_TRY(split(true, weight, weight_planes(), &p.b, plan_.three_weight));
+    AOT_TRY(split(true, x, x_planes(), &p.a, plan_.three_x));
+    return conv2d_sm90(launch_, p);
+  }
+  Status backward_of_three(const float *dy, const float *x, const float *weight, float *dx, float *dweight,
+                           bool *taken) {
+    const Conv2dShape &s = call_.s;
+    Conv2dGemm of_dx = p_, of_dweight = p_;
+    of_dx.pass = Conv2dGemm::dx, of_dx.to = dx, of_dx.to_strides = call_.x, of_dx.to_channels = s.channels;
+    of_dx.whole_vectors = !plan_.packed;
+    of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
+    const bool takes_dx = !dx || takes_three(&of_dx, 1);
+    *taken = takes_dx && (!dweight || takes_three(&of_dweight, static_cast<int>(plan_.three_slices)));
+    if (!*taken) return kOk;
+
+    float *x_at = next_;
+    AOT_TRY(split(dweight, x, x_planes(), &of_dweight.b, plan_.three_x));
+    AOT_TRY(split(dx, weight, weight_planes(), &of_dx.b, plan_.three_weight));
+    AOT_TRY(split(true, dy, y_planes(), &of_dx.a, plan_.three_y));
+    of_dweight.a = of_dx.a, of_dweight.to = next_;
+    // A phase of a strided dx would write single elements of every other pixel of NCHW: dx takes the place of x first.
+    const bool apart = plan_.packed && p_.stride_w > 1;
+    if (apart) {
+      of_dx.to = x_at, of_dx.to_strides = strides(true, s.channels, s.height, s.width), of_dx.whole_vectors = true;
+    } else if (dx) {
+      AOT_TRY(conv2d_sm90(launch_, of_dx));
+      of_dweight.independent = true;
+    }
+    if (dweight) {
+      AOT_TRY(conv2d_sm90(launch_, of_dweight));
+      AOT_TRY(sum_dweight(call_, next_, of_dweight.slices, plan_.slice, plan_.channels, dweight, launch_));
+    }
+    if (!apart || !dx) return kOk;
+    AOT_TRY(conv2d_sm90(launch_, of_dx));
+    return unpack(false, x_at, s.channels, x_planes(), dx, launch_);
+  }
+
   // The GEMM kernels count bytes in 31 bits, and have a bit mask for the rows and columns of the kernel.
   bool within_limits(const Conv2dParams &params) const {
     const Conv2dShape &s = call_.s;
@@ -712,6 +777,7 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
 #ifndef AOT_HAVE_SM90  // conv/conv2d_sm90.cu is not compiled
 bool conv2d_sm90_takes(const char *, Conv2dGemm *, int, bool) { return false; }
 Status conv2d_sm90(LaunchSequence &, const Conv2dGemm &) { return kOk; }
+Status split_images(LaunchSequence &, bool, const float *, Planes, void *) { return kOk; }
 #endif
 
 // ------------------------------------------------------------------------------------------------------------- entries

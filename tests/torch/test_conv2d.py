@@ -241,12 +241,15 @@ def test_infinite_dy_stays_in_its_window(channels, stride, kernel, dtype, format
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
-@pytest.mark.parametrize(("channels", "kernel", "stride"), [(3, 7, 2), (4, 3, 1), (24, 3, 1), (24, 3, 2)])
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride"), [(3, 7, 2), (4, 3, 1), (24, 3, 1), (24, 3, 2), (64, 3, 1), (64, 3, 2)]
+)
 def test_infinities_in_float32(channels, kernel, stride, format):
-    """An infinity has no second part of TF32, nor some NaN a first: what they meet is as in float32, and all else as
-    without them. Such a NaN is lost in a sum with an infinity, so each has calls of its own."""
+    """An infinity has no second part, nor some NaN a first one of TF32: what they meet is as in float32, and all else
+    as without them. Such a NaN is lost in a sum with an infinity, so each has calls of its own."""
     random = torch.Generator("cuda").manual_seed(0)
-    sizes = ((2, channels, 19, 22), (20, channels, kernel, kernel), (20,))
+    batch, outputs = (12, 64) if channels == 64 else (2, 20)  # in three parts of bfloat16 on Hopper
+    sizes = ((batch, channels, 19, 22), (outputs, channels, kernel, kernel), (outputs,))
     x, weight, bias = (torch.randn(*size, generator=random, device="cuda") for size in sizes)
     options = {"stride": stride, "padding": kernel // 2}
     dy = torch.randn_like(F.conv2d(x, weight, bias, **options))
