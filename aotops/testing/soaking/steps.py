@@ -191,7 +191,7 @@ def transformer(sizes: Sizes) -> Any:
 
 
 def convolutions(sizes: Sizes) -> Any:
-    """Two convolutions, a recurrent cell and a loss."""
+    """Two convolutions, a batch norm, a recurrent cell and a loss."""
     import torch
 
     from aotops.frontends import torch as F
@@ -201,7 +201,7 @@ def convolutions(sizes: Sizes) -> Any:
             super().__init__()
             n = sizes.width // 4
             self.first, self.second = F.Conv2d(3, n, 3, padding=1), F.Conv2d(n, n, 3, stride=2, padding=1)
-            self.act, self.cell = F.GELU(), F.LLTM(n, n)
+            self.norm, self.act, self.cell = F.BatchNorm2d(n), F.GELU(), F.LLTM(n, n)
             self.weight = torch.nn.Parameter(torch.ones(n))
             self.head, self.loss = F.Linear(n, sizes.classes), F.CrossEntropyLoss()
 
@@ -210,7 +210,7 @@ def convolutions(sizes: Sizes) -> Any:
             return [x, torch.randint(sizes.classes, (sizes.batch,))]
 
         def forward(self, x: Any, target: Any) -> Any:
-            x = self.act(self.second(self.act(self.first(x)))).flatten(2).transpose(1, 2).contiguous()
+            x = self.act(self.second(self.act(self.norm(self.first(x))))).flatten(2).transpose(1, 2).contiguous()
             h = c = x[:, 0].contiguous()
             for i in range(1, 4):
                 h, c = self.cell(x[:, i].contiguous(), (h, c))
