@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aotops.bench import report
 from aotops.ops import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +102,7 @@ def main() -> None:
         for found in measured(todo, options.seconds, failed, options.within):
             record = merged(earlier, found | {"command": command})
             # written while it is measured, for a run that is cut off
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+            report.save(record, options.json)
     for line in [*summary(record["rows"]), *failed]:
         print(line)
     if failed:

@@ -140,7 +140,7 @@ def _of_copy(table: Table, row: Row) -> str:
 def matmul(result: Result) -> str:
     sizes = (1024, 2048, 4096, 8192)
     table = Table(result, ("matmul",), [str(n) for n in sizes])
-    kinds = {"bfloat16": "", "float16": "", "float32": "", "float32 with TF32": "tf32"}
+    kinds = {"bfloat16": "", "float32": "", "float32 with TF32": "tf32"}
     for i, (name, variant) in enumerate(kinds.items()):
         wanted = {"op": "matmul", "variant": variant, "pass_": "forward", "dtype": name.split()[0]}
         rows = [table.one(**wanted, shape=[n, n, n]) for n in sizes]
