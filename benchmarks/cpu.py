@@ -191,7 +191,7 @@ def _together(results: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """The new record, with the rows and the commands of an earlier one that is of other counts of threads.
+    """The new record, with the commands of an earlier one and its rows of other counts of threads or operators.
 
     Raises:
         ValueError: the two are of different processors.
@@ -200,8 +200,8 @@ def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any
         return new
     if earlier["device"] != new["device"]:
         raise ValueError(f"cpu: these are of two devices: {earlier['device']} and {new['device']}")
-    again = {row["threads"] for row in new["rows"]}
-    kept = [row for row in earlier["rows"] if row["threads"] not in again]
+    again = {(row["threads"], row["op"]) for row in new["rows"]}
+    kept = [row for row in earlier["rows"] if (row["threads"], row["op"]) not in again]
     commands = dict.fromkeys([*earlier["command"].split("; "), new["command"]])
     copies = earlier["copy_gbs"] | new["copy_gbs"]
     return new | {"command": "; ".join(commands), "copy_gbs": copies, "rows": kept + new["rows"]}

@@ -193,6 +193,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.impls.split(",") if args.impls else [name for name in IMPLS[args.framework] if name not in ASKED_FOR]
     )
     args.precision = args.precision.split(",") if args.precision else [PRECISIONS[args.framework][0]]
+    if args.at_once > 1 and args.framework != "torch":
+        parser.error(f"--at-once: steps of {args.framework} take no turns, expected torch")
     for key, of_framework in known.items():
         given, allowed = getattr(args, key), of_framework[args.framework]
         if unknown := [name for name in given if name not in allowed]:

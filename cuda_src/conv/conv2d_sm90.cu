@@ -293,7 +293,7 @@ Status run_three(LaunchSequence &launch, const Conv2dGemm &c) {
 Status split_images(LaunchSequence &launch, bool nhwc, const float *from, Planes p, void *to) {
   const auto channels = static_cast<unsigned>(p.channels), plane = static_cast<unsigned>(p.plane);
   auto *parts = static_cast<__nv_bfloat16 *>(to);
-  if (nhwc || plane == 1) {
+  if (nhwc || (plane == 1 && aligned(from))) {
     const int64_t pixels = p.images * p.plane, vectors = p.channels / kPartVector;
     return launch(split_kernel, grid_size(ceil_div(pixels * vectors, kPackBlock)), kPackBlock, 0, 1, from, parts,
                   pixels, static_cast<unsigned>(vectors));

@@ -25,9 +25,9 @@ Status launch_chunks(const char *op, void (*kernel)(PagedInputs<T>), int rows, i
 template <typename T>
 Status run_chunks(const char *op, PagedInputs<T> x, T *y, bool *combined, void *stream) {
   const bool alone = x.z.chunks == 1 && aligned(y);
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
   if constexpr (sizeof(T) == 2) {
-    DeviceLimits limits;
-    AOT_TRY(device_limits(op, &limits));
     if (paged_mma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums) && limits.major >= 8) {
       if (alone) x.y = y, *combined = true;
       return dispatch_paged(x.z, [&](auto shape) {
@@ -39,11 +39,12 @@ Status run_chunks(const char *op, PagedInputs<T> x, T *y, bool *combined, void *
     }
   }
   if constexpr (std::is_same_v<T, float>) {
-    if (paged_float_takes(x.z) && aligned(x.q, x.k, x.v, x.sums)) {
+    using Shape = PagedFloatShape<4>;
+    const int bytes = Shape(x.z).bytes();  // 68 KB at 128, of which a block has 64 before compute capability 8.0
+    if (paged_float_takes(x.z) && aligned(x.q, x.k, x.v, x.sums) && bytes <= limits.shared_memory) {
       if (alone) x.y = y, *combined = true;
-      using Shape = PagedFloatShape<4>;
-      return launch_chunks(op, paged_attention_float_kernel<Shape::kRows>, Shape::kRows, Shape::kThreads,
-                           Shape(x.z).bytes(), 1, x, stream);
+      return launch_chunks(op, paged_attention_float_kernel<Shape::kRows>, Shape::kRows, Shape::kThreads, bytes, 1, x,
+                           stream);
     }
   }
   return launch_chunks(op, paged_attention_kernel<T>, kPagedRows, kPagedBlock, 0, ceil_div(x.z.v_dim, kPagedBlock), x,

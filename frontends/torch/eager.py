@@ -80,10 +80,10 @@ def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         members |= vars(parent)
     own = {"apply", "__dict__", "__weakref__"}
     made = type(base)(function.__name__, (base,), {k: v for k, v in members.items() if k not in own})
-    # what a node calls: the backward itself, without the method in Python that looks for it, which takes 1 us
-    bind = pythonapi.PyInstanceMethod_New
-    bind.restype, bind.argtypes = py_object, [py_object]
-    made._backward_cls.apply = bind(made.backward)
+    if node := getattr(made, "_backward_cls", None):  # the backward itself, not a method that looks for it: 1 us less
+        bind = pythonapi.PyInstanceMethod_New
+        bind.restype, bind.argtypes = py_object, [py_object]
+        node.apply = bind(made.backward)
     return made.apply
 
 

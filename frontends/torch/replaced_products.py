@@ -26,12 +26,23 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     if dtype is None:
         return False
     if not x.is_cuda:
-        return dtype.itemsize > 2 and rows > 1 and weight.is_contiguous()
+        return dtype.itemsize > 2 and weight.is_contiguous() and _at_least(2, rows)
     if dtype.itemsize != 2:
         return False
     if not weight.is_contiguous():
-        return rows >= 16 * weight.shape[1]
-    return (weight.numel() <= 1 << 22 and not is_compiling()) or rows >= 256
+        return _at_least(16 * weight.shape[1], rows)
+    return (weight.numel() <= 1 << 22 and not is_compiling()) or _at_least(256, rows)
+
+
+def _at_least(n: int, rows: int) -> bool:
+    """A trace that cannot know the number of rows takes them for many, and an export, whose program shall serve any."""
+    if not torch.compiler.is_compiling():
+        return rows >= n
+    if not torch.compiler.is_dynamo_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(rows >= n)
 
 
 def uneven(names: Names, **_: Any) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -236,6 +237,19 @@ def test_infinite_dy_stays_in_its_window(channels, stride, kernel, dtype, format
     window[max(top, 0) : top + kernel, max(left, 0) : left + kernel] = True
     assert torch.equal(dx[0].isinf(), window.expand(channels, -1, -1))
     assert not dx.isnan().any()
+
+
+@ON
+def test_parameters_of_a_flat_buffer(where):
+    """Whose addresses are no multiples of 16 bytes, as images and weights of 1 x 1 are read in vectors."""
+    sizes = ((12, 64, 20, 22), (64, 64, 1, 1), (64,))
+    flat = torch.randn(1 + sum(map(math.prod, sizes)), device=where)
+    parts = flat[1:].split([math.prod(size) for size in sizes])
+    x, weight, bias = (part.view(size) for part, size in zip(parts, sizes, strict=True))
+    dy = torch.randn_like(F.conv2d(x, weight, bias, stride=2))
+    exact = convolved(F.conv2d, *(t.double().cpu() for t in (x, weight, bias, dy)), stride=2)
+    for a, b in zip(convolved(ours.conv2d, x, weight, bias, dy, stride=2), exact, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -406,6 +406,28 @@ def test_activations_apart_from_products_where_that_is_faster(monkeypatch):
     assert computed_by(transposed, 2, 256, 32) == ["aotops::linear"]
 
 
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+    def forward(self, x, chosen):
+        return self.mlp(x[chosen])
+
+
+def test_a_number_of_rows_that_no_trace_knows(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    x, chosen = torch.randn(8, 64), torch.arange(8) % 3 == 0
+    model = Chosen()
+    expected = model(x, chosen)
+    ours.replace(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    exported = torch.export.export(model, (x, chosen), strict=False).module()
+    for run in (model, compiled, exported):
+        torch.testing.assert_close(run(x, chosen), expected)
+    torch.testing.assert_close(exported(x, chosen & (torch.arange(8) < 1)), model(x, chosen & (torch.arange(8) < 1)))
+
+
 def test_a_head_of_uneven_sizes_that_is_replaced():
     """It is known as a head, copied and restored."""
     model = made(llama).train()
