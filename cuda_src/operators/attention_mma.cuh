@@ -385,7 +385,7 @@ class MmaKept {
   __device__ MmaKept of(int64_t head) const {
     MmaKept other = *this;
     other.of_.head = static_cast<uint32_t>(head);
-#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 800
     other.of_.low = __reduce_or_sync(~0u, of_.low), other.of_.high = __reduce_or_sync(~0u, of_.high);
 #endif
     return other;
