@@ -205,7 +205,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.at_once > 1:
-        args.turns = args.turns or os.path.join(tempfile.mkdtemp(), "turns")
         threads = max(1, len(os.sched_getaffinity(0)) // args.at_once)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     specs = [
@@ -230,6 +229,8 @@ def main(argv: list[str] | None = None) -> None:
     measured = 0
     with tempfile.TemporaryDirectory() as temporary:
         caches = args.caches or Path(temporary)
+        if args.at_once > 1:
+            specs = [replace(spec, turns=spec.turns or f"{temporary}/turns") for spec in specs]
         if args.warm:
             warm(specs, caches, args.warm)
         with ThreadPoolExecutor(args.at_once) as pool:

@@ -88,7 +88,7 @@ def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=MOST_BOUND)
-def eager(op: Op, attrs: tuple[Attr, ...], channels_last: bool = False) -> Eager:
+def eager(op: Op, attrs: tuple[Attr, ...], channels_last: bool) -> Eager:
     return Eager(op, attrs, images_of(op) if channels_last else None)
 
 
@@ -135,5 +135,5 @@ def run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     infer(op, attrs, tuple(map(spec_of, inputs)), inputs[0].device.type)
     check_devices(op.name, op.inputs, inputs)
     with private.RecordFunction(f"{op.library.name}::{op.name}", [t for t in inputs if t is not None]):
-        results = eager(op, attrs)(*(None if t is None else plain_tensor(t) for t in inputs))
+        results = eager(op, attrs, False)(*(None if t is None else plain_tensor(t) for t in inputs))
     return results if back is None else public_outputs(op, [y.to(back) for y in results_of(results)])
