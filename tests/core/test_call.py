@@ -21,6 +21,7 @@ from aotops.spec import TensorSpec
 from aotops.testing.frameworks import race, requested
 
 np = pytest.importorskip("numpy")
+import_module("aotops.frontends.numpy")  # call.tensors takes its arrays from then on, whatever test is run alone
 WITH_STRUCTS = [call, import_module("aotops.frontends.torch.call")] if "torch" in requested() else [call]
 
 # Results of everything, as hexadecimal digits of a checksum; what differs from process to process is the environment.
@@ -369,9 +370,6 @@ frontend.gelu(x)
 def test_threads_share_a_bound_builtin(size):
     """Arguments kept anywhere but on a call's own stack would be mixed up here. A large kernel runs while other threads
     have the interpreter."""
-    from aotops.frontends import numpy as frontend
-
-    assert frontend
     run = call.tensors(OPS["add"], (1.0, None))
 
     def work(i):
@@ -428,9 +426,6 @@ print(len(wrong))
 
 def test_threads_keep_their_own_errors():
     """Each thread raises the text of its own failed call."""
-    from aotops.frontends import numpy as frontend
-
-    assert frontend
     run = call.tensors(OPS["add"], (1.0, None))
 
     def work(i):
@@ -491,9 +486,6 @@ def test_plans_do_not_leak():
 
 
 def test_a_call_leaves_reference_counts_alone():
-    from aotops.frontends import numpy as frontend
-
-    assert frontend
     run = call.tensors(OPS["layer_norm"], ((3,), 1e-5, 0.0))
     arrays = [np.zeros((2, 3)), np.ones(3), np.ones(3), np.empty((2, 3))]
     before = [sys.getrefcount(a) for a in arrays]
