@@ -210,10 +210,11 @@ class _BatchNorm:
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(input)  # type: ignore[attr-defined]
-        running_mean = self.running_mean  # type: ignore[attr-defined]
-        evaluates = not self.training and running_mean is not None  # type: ignore[attr-defined]
+        has_mean, has_var = self.running_mean is not None, self.running_var is not None  # type: ignore[attr-defined]
+        evaluates = not self.training and has_mean  # type: ignore[attr-defined]
+        is_odd = has_mean != has_var  # torch's refuses it
         # Inductor fuses torch's with its neighbours: ResNet-50's kernels of 12 ms with ours compiled take 10 so.
-        if evaluates or (input.is_cuda and torch.compiler.is_compiling()):
+        if evaluates or is_odd or (input.is_cuda and torch.compiler.is_compiling()):
             y = super().forward(input)  # type: ignore[misc]
             y = y if residual is None else y + residual
             return torch.relu(y) if self.activation else y
@@ -227,21 +228,28 @@ class _BatchNorm:
         else:
             y, mean, var = F.batch_norm(input, *affine, eps)
             y = y if residual is None else y + residual
-        if self.training and running_mean is not None:  # type: ignore[attr-defined]
-            self._track(mean, var, running_mean, terms)
+        if self.training and self.track_running_stats:  # type: ignore[attr-defined]
+            self._track(mean, var, terms)
         return y
 
-    def _track(self, mean: Tensor, var: Tensor, running_mean: Tensor, terms: int) -> None:
-        """Running statistics as torch's: of the unbiased variance."""
-        running_var, batches = self.running_var, self.num_batches_tracked  # type: ignore[attr-defined]
-        momentum = self.momentum  # type: ignore[attr-defined]
-        if running.update(mean, var, (running_mean, running_var, batches), momentum, terms):
+    def _track(self, mean: Tensor, var: Tensor, terms: int) -> None:
+        """Running statistics as torch's: of the unbiased variance, and not of an empty batch, which is counted."""
+        running_mean, running_var = self.running_mean, self.running_var  # type: ignore[attr-defined]
+        batches, momentum = self.num_batches_tracked, self.momentum  # type: ignore[attr-defined]
+        if running_mean is not None and running.update(
+            mean, var, (running_mean, running_var, batches), momentum, terms
+        ):
             return
-        mean, var = mean.detach(), var.detach()
-        batches.add_(1)
-        share = 1 / float(batches) if momentum is None else momentum
-        running_mean.lerp_(mean.to(running_mean.dtype), share)
-        running_var.mul_(1 - share).add_(var, alpha=share * terms / (terms - 1))
+        if running_mean is not None and not running_mean.numel() == running_var.numel() == mean.numel():
+            raise ValueError(f"batch_norm: x has {mean.numel()} channels, expected {running_mean.numel()}")
+        share = 0.0 if momentum is None else momentum
+        if batches is not None:
+            batches.add_(1)
+            share = 1 / float(batches) if momentum is None else momentum
+        if terms and running_mean is not None:
+            mean, var = mean.detach(), var.detach()
+            running_mean.lerp_(mean.to(running_mean.dtype), share)
+            running_var.mul_(1 - share).add_(var, alpha=share * terms / (terms - 1))
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation else ""
@@ -255,7 +263,8 @@ class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
 class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
     """``torch.nn.BatchNorm2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors
     stay so. ``forward(input, residual=None)`` adds a residual, and ``activation="relu"`` applies a ReLU, in the same
-    kernel. With running statistics (after ``eval()``), and compiled for a GPU, it calls torch's own."""
+    kernel. With running statistics (after ``eval()``), and compiled for a GPU, it calls torch's own. What makes another
+    module of its parameters, as ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, knows no activation."""
 
 
 class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):

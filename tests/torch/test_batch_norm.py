@@ -70,6 +70,54 @@ def test_a_residual_and_a_relu(activation, training, last):
         torch.testing.assert_close(a, b)
 
 
+ODD = {
+    "no count": {"num_batches_tracked": None},
+    "no count, no momentum": {"num_batches_tracked": None, "momentum": None},
+    "a count of another dtype": {"num_batches_tracked": torch.tensor(0.0)},
+    "not tracked any more": {"track_running_stats": False},
+    "no statistics any more": {"running_mean": None, "running_var": None},
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("rows", [0, 6])
+def test_the_state_is_as_torchs_whatever_was_set(odd, rows):
+    """An empty batch is counted, and decays nothing."""
+    one, other = pair(torch.nn.BatchNorm1d, aotops.BatchNorm1d, {})
+    for module in (one, other):
+        for name, value in copy.deepcopy(ODD[odd]).items():
+            setattr(module, name, value)
+    for training in (True, True, False):
+        one.train(training), other.train(training)
+        x = torch.randn(rows, 5, dtype=torch.float64)
+        torch.testing.assert_close(other(x), one(x))
+    torch.testing.assert_close(other.state_dict(), one.state_dict())
+
+
+@pytest.mark.parametrize("missing", ["running_mean", "running_var"])
+@pytest.mark.parametrize("training", [True, False])
+def test_half_of_the_statistics_is_as_torchs(missing, training):
+    one, other = (module.train(training) for module in pair(torch.nn.BatchNorm1d, aotops.BatchNorm1d, {}))
+    said = []
+    for module in (one, other):
+        setattr(module, missing, None)
+        try:
+            said.append(module(torch.ones(3, 5, dtype=torch.float64)))
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    assert said[0] == said[1] if isinstance(said[0], str) else torch.equal(*said)
+
+
+def test_statistics_of_other_channels_are_refused():
+    """One channel's would be broadcast."""
+    for affine in (False, True):
+        norm = aotops.BatchNorm1d(5, affine=affine)
+        with pytest.raises(ValueError, match="batch_norm: "):
+            norm(torch.randn(4, 1))
+        assert not norm.running_mean.any()
+        assert not norm.num_batches_tracked
+
+
 def test_what_is_refused():
     with pytest.raises(ValueError, match="activation is 'gelu', expected None or 'relu'"):
         aotops.BatchNorm2d(5, activation="gelu")
