@@ -77,7 +77,7 @@ def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
     if op.autocast is Autocast.FLOAT32_ON_CUDA and device == "cuda":
         dtype = torch.float32
     if dtype is None:
-        if len({t.dtype for t in floating}) == 1:
+        if len({t.dtype for t in floating}) < 2:
             return inputs, attrs, None
         dtype = _widest(floating)
         rows = [t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable]

@@ -209,3 +209,31 @@ def test_the_loss_of_16_bits_is_in_float32_without_a_cast(dtype):
         torch.testing.assert_close(expected, F.cross_entropy(x, target))
         if wide:  # what is given holds
             assert ours.cross_entropy(x, target, dtype=str(dtype).removeprefix("torch.")).dtype == dtype
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+INTEGERS = {
+    "softmax": (1, ()),
+    "layer_norm": (1, (3,)),
+    "rms_norm": (1, (3,)),
+    "add_layer_norm": (2, (3,)),
+    "batch_norm": (1, ()),
+    "swiglu": (2, ()),
+    "gelu": (1, ()),
+    "linear": (2, ()),
+    "matmul": (2, ()),
+    "attention": (3, ()),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_what_is_refused_is_refused_under_autocast_with_the_same_error(name):
+    """Autocast finds no dtype to cast to where no tensor is floating."""
+    n, rest = INTEGERS[name]
+    x, said = torch.ones((1, 1, 3, 3) if name == "attention" else (3, 3), dtype=torch.int64), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", LOW, enabled=enabled), pytest.raises(TypeError, match=f"{name}: ") as error:
+            getattr(ours, name)(*[x] * n, *rest)
+        said.append(str(error.value))
+    assert said[0] == said[1]
