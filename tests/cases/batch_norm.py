@@ -57,7 +57,8 @@ def in_torch(torch, x, weight=None, bias=None, eps=1e-5, axis=1):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     terms = max(1, math.prod(x.shape[i] for i in others))
     mean = wide.sum(others) / terms if others else wide
-    var = ((wide - mean.reshape(shape)) ** 2).sum(others) / terms if others else torch.zeros_like(wide)
+    squares = (wide - mean.reshape(shape)) ** 2
+    var = squares.sum(others) / terms if others else squares
     y = (wide - mean.reshape(shape)) * torch.rsqrt(var.reshape(shape) + eps)
     y = y if weight is None else y * weight.reshape(shape)
     y = y if bias is None else y + bias.reshape(shape)
