@@ -18,6 +18,11 @@ struct Conv2dShape {
 };
 
 struct Conv2dParams {
+#ifdef AOT_HAVE_SM90
+  static constexpr bool kHasThree = true;
+#else
+  static constexpr bool kHasThree = false;
+#endif
   static constexpr const char *kLayouts[] = {"NCHW", "NHWC"};
   Ints stride{2, {1, 1}}, padding{2, {0, 0}}, dilation{2, {1, 1}};
   int64_t groups = 1;
@@ -213,7 +218,8 @@ struct Conv2dParams {
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
     int64_t few_dweight = 0, few_dx = 0;         // of few channels: the same in all; the weight
     int64_t depthwise_dweight = 0;               // the same, depthwise
-    // float32 in three parts (conv2d_parts.cuh), for compute capability 9.0: packed tensors, and dweight's slices
+    // float32 in three parts (conv2d_parts.cuh): packed tensors, and dweight's slices. Compute capability 9.0 alone has
+    // the kernels, but shape inference, which a trace may run elsewhere, knows the library and not the device.
     bool three = false;
     int64_t three_x = 0, three_weight = 0, three_y = 0, three_slices = 0;
     int64_t library = 0;  // cuBLASLt's
@@ -306,7 +312,7 @@ struct Conv2dParams {
       p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
     }
     p.slice = p.out_channels * s.kernel() * p.channels;
-    p.three = dtype == DType::float32 && !allow_tf32 && s.channels % 64 == 0 && s.out_channels % 64 == 0;
+    p.three = kHasThree && dtype == DType::float32 && !allow_tf32 && s.channels % 64 == 0 && s.out_channels % 64 == 0;
     if (!p.three) return p;
     constexpr int64_t kBytes = 6;  // of three parts
     p.three_x = words(s.batch * s.height * s.width * s.channels, kBytes);

@@ -72,6 +72,28 @@ def test_the_header_is_c_and_cpp_and_agrees_with_the_library(tmp_path):
     output(tmp_path / "both")
 
 
+def test_parts_of_float32_are_reserved_by_a_library_that_has_their_kernels(tmp_path):
+    """conv2d's workspace has 6 bytes an element of x for them, which other GPUs' libraries have no use for."""
+    source, images = tmp_path / "workspace.cpp", 8 * 28 * 28 * 64
+    source.write_text(
+        dedent("""
+            #include <cstdio>
+            #include "operators/conv2d.h"
+            int main() {
+              aot::Conv2dParams p;
+              p.layout = 1;
+              std::printf("%d", static_cast<int>(p.forward_workspace({8, 64, 28, 28, 64, 3, 3, 26, 26},
+                                                                     aot::DType::float32)));
+            }
+        """)
+    )
+    words = []
+    for options in ((), ("-DAOT_HAVE_SM90",)):
+        subprocess.run(["g++", "-std=c++17", f"-I{ROOT}/cuda_src", *options, source, "-o", tmp_path / "it"], check=True)
+        words.append(int(output(tmp_path / "it")))
+    assert words[0] < images < words[1]
+
+
 def test_registration_without_torch_is_an_error(python):
     program = """
         from aotops import library
