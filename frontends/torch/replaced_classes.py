@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import replaced_globals, replaced_masks
 from .known_modules import ORIGINAL
 from .replaced_forwards import FUSED, MADE_FOR, learn, operator_of, serve_of
-from .tensors import is_compiling
+from .tensors import is_compiling, is_known
 
 _KINDS = "_aotops_kinds"
 """The attribute with the kinds of its operators."""
@@ -52,8 +52,9 @@ def _forward(original: type[nn.Module]) -> Any:
 def _of_a_layer(serve, theirs, is_fused):
     @functools.wraps(theirs)
     def forward(self, *args, **kwargs):
-        if args and not kwargs and isinstance(args[0], Tensor):  # torch.fx traces the original
-            left = is_fused and args[0].is_cuda and is_compiling()
+        x = args[0] if args and not kwargs else None
+        if isinstance(x, Tensor) and is_known(x):  # torch.fx traces the original
+            left = is_fused and x.is_cuda and is_compiling()
             result = NotImplemented if left else serve(self, *args)
             if result is not NotImplemented:
                 return result

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .tensors import is_known
+
 
 def autocasts(x: Tensor) -> bool:
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
@@ -22,7 +24,9 @@ def as_it_is(x: Tensor, *parameters: Tensor | None) -> bool:
 
 
 def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The dtype of a product; None for a call that torch refuses."""
+    """The dtype of a product; None for a call that torch refuses, and for a weight that is not dense."""
+    if not is_known(weight):
+        return None
     if autocasts(x):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype if x.dtype is weight.dtype else None

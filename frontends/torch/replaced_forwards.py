@@ -83,7 +83,7 @@ def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch=
     def serve(self, x):
         weight = self.weight if weighted and (not switch or getattr(self, switch)) else None
         if weight is not None and weight.dtype is not x.dtype:
-            wide = weight.dtype is torch.float32 and x.element_size() == 2
+            wide = weight.dtype is torch.float32 and x.element_size() == 2 and x.is_floating_point()
             if like_weight or not wide:
                 return NotImplemented
         return F.rms_norm(x, x.shape[-1:], weight, getattr(self, eps), offset)
@@ -108,7 +108,7 @@ def _norm_refusal(module: Any, form: Form, names: Names) -> str:
 def _gelu(names: Names, widened: bool = False, **options: Any) -> Serve:
     def serve(self, x):
         activation = _which(self, names, **options)
-        if activation is None or (widened and not as_it_is(x)):
+        if activation is None or (widened and not as_it_is(x)) or not x.is_floating_point():
             return NotImplemented
         return F.gelu(x, "tanh" if activation == "gelu_tanh" else "none")
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import json
+import math
 import types
 
 import pytest
@@ -856,6 +857,75 @@ def test_other_modules_of_torch():
         expected = module(*given)
         assert ours.replace(module).rows[0].operator
         torch.testing.assert_close(module(*given), expected)
+
+
+class NewGELU(nn.Module):
+    def forward(self, input):
+        return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))
+
+
+class Quantized(torch.Tensor):
+    """As others' weights: it gives torch's linear a meaning of its own, and no other operator."""
+
+    @staticmethod
+    def __new__(cls, integers, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, integers.shape, dtype=torch.float32)
+
+    def __init__(self, integers, scale):
+        self.integers, self.scale = integers, scale
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            x, weight, bias = args
+            return function(x, weight.integers * weight.scale, bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(function)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+def with_a_weight(weight):
+    network = Network()
+    network.up.weight = nn.Parameter(weight, requires_grad=False)
+    return network
+
+
+def test_tensors_of_which_no_operator_is_known_are_the_originals():
+    """Nested and quantized ones, integers, and weights that are sparse or of a class of others'."""
+    torch.manual_seed(0)
+    rows, integers = torch.randn(4, 5), torch.randint(-9, 9, (7, 5))
+    nested = torch.nested.nested_tensor([rows, rows[:2]])
+    ragged = torch.nested.nested_tensor([rows, rows[:2]], layout=torch.jagged)
+    for module, x in (
+        *((module, x) for module in (nn.LayerNorm(5), nn.GELU(), nn.Softmax(-1)) for x in (nested, ragged)),
+        (nn.GELU(), torch.quantize_per_tensor(rows, 0.1, 0, torch.quint8)),
+        (NewGELU(), integers),
+        (norm_class(llama_forward)(), torch.arange(8, dtype=torch.int16)),
+        (with_a_weight(Quantized(integers, 0.1)), rows),
+        (with_a_weight((integers * 0.1).to_sparse_csr()), rows),
+    ):
+        with torch.no_grad():
+            expected = module(x)
+            with ours.replace(module) as record:
+                assert record.rows[0].operator
+                got = module(x)
+        assert type(got) is type(expected)
+        for a, b in zip(got.unbind(), expected.unbind(), strict=True) if got.is_nested else ((got, expected),):
+            torch.testing.assert_close(a, b)
 
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
