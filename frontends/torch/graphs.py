@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map
 
-_EXACT = "eager_input_vals"
+EXACT = "eager_input_vals"
 """In the meta of a node whose inputs must have certain strides: tensors that have them."""
 
 
@@ -23,8 +23,8 @@ class Writer:
     its place in the source."""
 
     def __init__(self, model: Node) -> None:
-        self.graph, self.target, self.is_exact = model.graph, model.target, _EXACT in model.meta
-        own = ("val", "tensor_meta", "original_aten", _EXACT)
+        self.graph, self.target, self.is_exact = model.graph, model.target, EXACT in model.meta
+        own = ("val", "tensor_meta", "original_aten", EXACT)
         self.meta = {key: value for key, value in model.meta.items() if key not in own}
         self.mode = next(value_of(n) for n in (model, *model.all_input_nodes) if value_of(n) is not None).fake_mode
 
@@ -34,5 +34,5 @@ class Writer:
         with self.mode:
             node.meta = {**self.meta, "val": target(*values, **kwargs)}
         if target is self.target and self.is_exact:  # else Inductor would choose the strides of its inputs
-            node.meta[_EXACT] = (values, {})
+            node.meta[EXACT] = (values, {})
         return node

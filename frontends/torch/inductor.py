@@ -33,7 +33,8 @@ from aotops.op import Op
 
 from ..imports import after_import
 from ..torch_schema import splitter
-from . import compiled, padding, private, recomputed, views
+from . import compiled, laid_out, padding, private, recomputed, views
+from .images import images_of
 from .mathematics import Mathematics, all_narrow
 from .tensors import packed
 
@@ -221,6 +222,8 @@ def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Cal
         for one in operators:
             _make_fallback(lowering, one.overload)
             lowering.lowerings[one.overload] = compiled.binding(one.op, lowering.lowerings[one.overload])
+            if (images := images_of(one.forward)) is not None:
+                laid_out.follow(lowering, one.op, images, one.overload)
             if one.overwriting is not None:
                 lowering.lowerings[one.overload] = _overwriting(lowering, one)
         # after the fallbacks, which an operator with a decomposition is refused
@@ -240,6 +243,9 @@ def _register_passes(operators: Sequence[Operator]) -> None:
                 on_each(passes.early_patterns, overload, partial(_pad, op, overloads[op.backward]))
             if op.has_gradient:
                 on_each(passes.pass_patterns[-1], overload, views.read_through)
+        for one in operators:
+            if images_of(one.forward) is not None:
+                on_each(passes.pass_patterns[-1], one.overload, laid_out.set_free)
         pairs = [(op, op.backward) for op in overloads if op.elementwise and op.backward is not None]
         names = {str(overloads[op]): str(overloads[backward]) for op, backward in pairs if backward in overloads}
         for last in recomputed.LAST if names else ():

@@ -269,3 +269,52 @@ def test_running_statistics_that_cannot_be_written():
     shared.running_var = torch.ones(4).as_strided((4,), (0,))
     with pytest.raises(RuntimeError, match="single memory location"):
         shared(torch.randn(2, 4, 3, 3))
+
+
+# ------------------------------------------------------------------------------------------------------------ compiled
+
+
+class _Mixed(torch.nn.Module):
+    """Operators of ours between convolutions of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (torch.nn.Conv2d(3, 6, 3, padding=1), torch.nn.Conv2d(4, 5, 3, padding=1))
+        self.weight, self.bias = torch.nn.Parameter(torch.randn(4, 6, 3, 3)), torch.nn.Parameter(torch.randn(4))
+        self.scale, self.shift = (torch.nn.Parameter(torch.randn(6)) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        y, mean, var = ours.batch_norm_relu(x, self.scale, self.shift, x)
+        z = ours.conv2d(y, self.weight, self.bias, 2, 1)
+        return self.last(ours.batch_norm(z, self.bias)[0]), z.flatten(1), mean, var
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_images_that_inductor_lays_out_are_not_copied(dynamic):
+    """But where shapes are symbolic."""
+    from torch._inductor import config, lowering
+    from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
+
+    torch.manual_seed(0)
+    model, x = _Mixed(), torch.randn(2, 3, 7, 8)
+
+    def step(run):
+        y, *others = run(x)
+        parameters = list(model.parameters())
+        return y, *others, *torch.autograd.grad(y.square().mean() + others[0].sin().sum(), parameters)
+
+    expected = step(model)
+    torch._dynamo.reset()
+    with config.patch(force_layout_optimization=True), fresh_inductor_cache():
+        got, codes = run_and_get_code(step, torch.compile(model, dynamic=dynamic))
+    torch._dynamo.reset()
+    assert [t.stride() for t in got[:4]] == [t.stride() for t in expected[:4]]  # gradients have torch's strides
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    code = "\n".join(codes)
+    if READS_TENSORS and hasattr(lowering, "constrain_to_fake_tensors"):  # from torch 2.7 on
+        for name in ("conv2d", "conv2d_backward"):
+            assert f"'{name}', ((2, 2), (1, 1), (1, 1), 1, '{'NCHW' if dynamic else 'NHWC'}'," in code
+        for name in ("batch_norm", "batch_norm_backward", "batch_norm_relu", "batch_norm_relu_backward"):
+            assert f"'{name}', (1e-05, {1 if dynamic else -1})" in code
