@@ -178,6 +178,7 @@ ROW = Row(
         *BAD,
     ),
     torch=in_torch,
+    complex=True,
     samples={"": case_of((4, 6))},
     opcheck=(
         case_of((4, 6), reduction="sum", label_smoothing=0.1),

@@ -51,6 +51,7 @@ ROW = Row(
         *BAD,
     ),
     torch=_in_torch,
+    complex=True,
     samples={"": case_of((4, 6))},
     opcheck=(case_of((4, 6), ignore_index=5, reduction="none", weight="own", z_loss=0.1, softcap=3.0),),
     bench=(Rows("xt", "stt"),),

@@ -108,6 +108,7 @@ ROW = Row(
         Bad(SHAPES, {"dtype": "float16"}, TypeError, "dtype is float16", "expected None or float32"),
     ),
     torch=in_torch,
+    complex=True,
     samples={"": head((4, 6), 5), "rows": head((4, 6), 5, reduction="none")},
     opcheck=(
         head((4, 6), 8, bias=False, reduction="sum"),

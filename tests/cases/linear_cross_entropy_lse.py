@@ -13,8 +13,8 @@ from .linear_cross_entropy import EXTRAS, SHAPES, draw_head, head
 
 
 def linear_cross_entropy_lse(x, weight, target, bias=None, class_weight=None, softcap=0.0, **attrs):
-    y = of_head.linear_cross_entropy(x, weight, target, bias, class_weight, softcap=softcap, **attrs)
     logits = np.inner(x, weight) + (0 if bias is None else bias)
+    y = of_loss.cross_entropy(logits, target, weight=class_weight, softcap=softcap, **attrs)
     return y, of_loss.logsumexp(of_loss.capped(logits, softcap))
 
 
@@ -58,6 +58,7 @@ ROW = Row(
         Bad(SHAPES, {"reduction": "max"}, ValueError, "reduction is 'max'", "expected"),
     ),
     torch=_in_torch,
+    complex=True,
     samples={"": head((4, 6), 5)},
     opcheck=(head((4, 6), 5, weights="own", reduction="none", **EXTRAS), head((4, 6), 8, bias=False)),
     bench=(Head("awt", "st"),),
