@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from aotops import registry
-from aotops.bench import baselines, report
+from aotops.bench import baselines, measure, report
 from aotops.bench.cases import Case, cases, find, rows, use, works
 from aotops.bench.measure import Cpu, Cuda, samples, spread, wait_asleep
 from aotops.bench.run import Bench
@@ -274,16 +273,17 @@ def test_on_a_cpu_contenders_have_inputs_of_their_own(monkeypatch):
     assert not ours & theirs
 
 
-def test_on_a_cpu_long_calls_have_few_inputs():
+def test_on_a_cpu_long_calls_have_few_inputs(monkeypatch):
     """The turns that fit the budget use no more; to make them, and a warm-up with each, takes longer than the turns."""
     machine = Cpu(quick=True, seconds=0.02)
     machine.cache = 300 << 20
     assert [machine.sets(nbytes) for nbytes in (1 << 10, 64 << 20, 1 << 30)] == [16, 8, 2]
     called = []
-    assert machine.enough(16, lambda: time.sleep(0.05)) == 2
-    assert machine.enough(16, lambda: called.append(1)) == 16
+    for seconds, sets in ((0.05, 2), (0.002, 10), (0.001, 16)):
+        monkeypatch.setattr(measure, "_seconds", lambda call, n, seconds=seconds: call() or seconds)
+        assert machine.enough(16, lambda: called.append(1)) == sets
     machine.turn([partial(called.append, f"inputs {i}") for i in range(16)])
-    assert called == [1, 1, "inputs 14", "inputs 15"]
+    assert called == [1] * 6 + ["inputs 14", "inputs 15"]
 
 
 def test_a_busy_machine_is_told(capsys, monkeypatch):

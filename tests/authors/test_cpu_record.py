@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,8 +99,11 @@ WAITING = MEASURED.replace("sys.exit", "import time\ntime.sleep(60)\nsys.exit")
 def test_what_was_measured_in_time_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "MEASURE", WAITING)
     monkeypatch.setattr(cpu, "POLL_SECONDS", 0.01)
-    failed = []
-    *_, found = cpu.measured(cpu.jobs([1, 2], tmp_path, False, ["gelu", "add"]), 0.1, failed, 2)
+    failed, todo = [], cpu.jobs([1, 2], tmp_path, False, ["gelu", "add"])
+    # the time passes with the first results
+    clock = SimpleNamespace(monotonic=lambda: 3.0 if todo[0].found else 0.0, sleep=time.sleep)
+    monkeypatch.setattr(cpu, "time", clock)
+    *_, found = cpu.measured(todo, 0.1, failed, 2)
     assert [(row["threads"], row["op"]) for row in found["rows"]] == [(1, "gelu"), (1, "add")]
     assert failed == ["1 threads: not ended within 2 s", "2 threads: not ended within 2 s"]
 

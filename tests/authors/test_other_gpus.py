@@ -52,7 +52,7 @@ def front_end(source: Path | str, arch: int, *options: str) -> str:
     return done.stdout + done.stderr
 
 
-# What the preprocessor leaves for GPUs after 9.0 differs from what it leaves for that in one function of attention alone.
+# What is left for GPUs after 9.0 differs from what is left for that in one function of attention alone.
 EACH = [(source, arch) for source in SOURCES for arch in (75, 80)] + [("cuda_src/operators/attention.cu", 120)]
 
 
