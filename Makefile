@@ -235,7 +235,8 @@ $(CUTLASS)/include: pyproject.toml
 
 VENV    := .venv
 MS_VENV := .venv-mindspore
-PIP     := -m pip install --quiet --disable-pip-version-check
+# Python compiles what is imported, which is a part of what pip would.
+PIP     := -m pip install --quiet --disable-pip-version-check --no-compile
 
 # Where the package index has a CPU build of torch (PIP_EXTRA_INDEX_URL can add one), pip prefers it.
 $(VENV)/ready: pyproject.toml
