@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "elementwise_strides.h"
 #include "gate.h"
 #include "torch_tensors.h"
 
@@ -91,6 +92,8 @@ struct Public {
   int layout;       // as its last where it is `last_layout`
   int most_axes;    // of an image; the least is 4
   void *first_layout, *last_layout;
+  char copies;  // which inputs the entry gets as contiguous copies: "a", all that are not contiguous; "e", of an
+                // elementwise operator, where the results are contiguous all the same; "n", none: the fallback runs
   Public *channels_last;  // binds the operator for images in channels_last, seen with `last_layout`; null: none
   void *cast;             // for an operator that autocast changes: takes the arguments; returns a tuple of those to run
                           // with, or None: the fallback runs. null: autocast changes nothing
@@ -458,6 +461,39 @@ bool has_channels_last(const Public &p, void *const *arguments) {
   return alone;
 }
 
+// Whether the results of an elementwise operator on these inputs, not all contiguous, are.
+bool has_contiguous_results(void *const *inputs, int n) {
+  TensorView views[kMaxSlots];
+  int64_t strides[kMaxNdim], size = 1;
+  int given = 0;
+  for (int i = 0; i < n; ++i) {
+    DLTensor t;
+    if (inputs[i] == python.none) continue;
+    if (torch.exchange->read(inputs[i], &t)) return PyErr_Clear(), false;
+    if (t.ndim > kMaxNdim || !t.strides) return false;
+    views[given++] = {inputs[i], t.ndim, t.shape, t.strides, 0, 0, 0, nullptr};
+    if (t.ndim != views[0].ndim || !std::equal(t.shape, t.shape + t.ndim, views[0].shape)) return false;
+  }
+  elementwise_strides(views, given, strides);
+  for (int64_t k = views[0].ndim - 1; k >= 0; size *= std::max<int64_t>(views[0].shape[k--], 1))
+    if (strides[k] != size) return false;
+  return true;
+}
+
+// Replaces inputs that are not contiguous by copies, as p.copies says. `copies` owns them. False: Python's error is set.
+bool copy_strided(const Public &p, const Call &call, void **inputs, Refs &copies) {
+  static void *contiguous = PyUnicode_InternFromString("contiguous");
+  uint64_t strided = 0;
+  for (int i = 0; i < p.n_inputs && p.copies != 'n'; ++i)
+    if (inputs[i] != python.none && !is_accepted(call.slots[i], inputs[i], false)) strided |= uint64_t{1} << i;
+  if (!strided || (p.copies == 'e' && !has_contiguous_results(inputs, p.n_inputs))) return true;
+  for (int i = 0; i < p.n_inputs; ++i)
+    if (strided >> i & 1 &&
+        !(inputs[i] = copies.keep(PyObject_VectorcallMethod(contiguous, &inputs[i], 1, nullptr))))
+      return false;
+  return true;
+}
+
 bool is_int(void *value) { return type_of(value) == python.int_type; }
 
 bool is_ints(void *value) {
@@ -574,6 +610,8 @@ void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
   Ref bound = bind_attributes(channels_last ? *p.channels_last : p, arguments + p.n_inputs);
   if (!bound) return nullptr;
   auto *d = capsule_pointer<Differentiable>(bound);
+  Refs copies;
+  if (!channels_last && !copy_strided(p, *d->function->call, arguments, copies)) return nullptr;
   int gradient = wants_gradient(p, arguments);
   if (gradient < 0) return nullptr;
   if (gradient) return PyObject_VectorcallDict(d->apply, arguments, p.n_inputs, nullptr);
@@ -640,7 +678,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 10" +
+      "version 11" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -651,8 +689,8 @@ AOT_API const char *aot_torch_structs() {
                    over_from, may_overwrite, drop_inputs) +
       AOT_DESCRIBE(Differentiable, function, apply, last_use) + AOT_DESCRIBE(Compiled, function, fallback) +
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
-                   transposes, kinds, images, layout, most_axes, first_layout, last_layout, channels_last, cast,
-                   constants, most_bound, clock, bind, bound, last_attrs, last, fallback);
+                   transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies,
+                   channels_last, cast, constants, most_bound, clock, bind, bound, last_attrs, last, fallback);
   return text.c_str();
 }
 

@@ -37,7 +37,7 @@ _METH_KEYWORDS = 0x02
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those of structs.py. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 10, structs.ALL)
+    call.check_structs("aot_torch_structs", 11, structs.ALL)
     return call.lib()
 
 
@@ -261,6 +261,7 @@ def _public_handle(
         made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
     kinds = (ATTRIBUTE_TYPES[op.attrs[name].removesuffix("?")] for name in op.public_attrs)
     made.kinds = "".join(kind.key for kind in kinds).encode()
+    made.copies = b"n" if images else b"e" if op.elementwise else b"a"
     made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
     made.cast = None if cast is None else id(cast)
     last = None

@@ -110,6 +110,8 @@ def _gelu(names: Names, widened: bool = False, **options: Any) -> Serve:
         activation = _which(self, names, **options)
         if activation is None or (widened and not as_it_is(x)) or not x.is_floating_point():
             return NotImplemented
+        if not (x.is_contiguous() or is_compiling()):  # the kernel would read a copy of a part, as of half of a product
+            return NotImplemented
         return F.gelu(x, "tanh" if activation == "gelu_tanh" else "none")
 
     return serve

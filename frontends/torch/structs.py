@@ -59,7 +59,7 @@ class Public(Structure):
         ("names", c_void_p * _Parameters), ("defaults", c_void_p * _Parameters), ("n_transposable", c_int),
         ("transposable", Slots), ("transposes", Slots), ("kinds", c_char * _Parameters), ("images", c_uint64),
         ("layout", c_int), ("most_axes", c_int), ("first_layout", c_void_p), ("last_layout", c_void_p),
-        ("channels_last", c_void_p), ("cast", c_void_p), ("constants", c_uint64), ("most_bound", c_int),
+        ("copies", c_char), ("channels_last", c_void_p), ("cast", c_void_p), ("constants", c_uint64), ("most_bound", c_int),
         ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p),
         ("last_attrs", c_void_p), ("last", c_void_p), ("fallback", c_void_p),
     ]  # fmt: skip

@@ -129,6 +129,36 @@ def test_transposed_views_are_sorted_out_in_c(monkeypatch):
         ours.matmul(x, w.T, transpose_b=1.5)
 
 
+@ON
+@NEEDS_GATE
+def test_strided_inputs_are_copied_in_c(where, monkeypatch):
+    """A transposed tensor, a row of each example, a part of each row, and rows that are one row. Elementwise results
+    have the strides of torch's own, so that where they are not contiguous the dispatcher computes them."""
+    served = []
+    general = ours.public._general
+    monkeypatch.setattr(ours.public, "_general", lambda op, *args: served.append(op.name) or general(op, *args))
+    x = torch.randn(4, 6, 6, dtype=torch.float64, device=where, requires_grad=True)
+    w = torch.randn(6, dtype=torch.float64, device=where, requires_grad=True)
+    for view in (x.mT, x[:, 0], x[..., ::2].repeat(1, 1, 2).mT, x[:1, :1].expand(3, 2, 6)):
+        pairs = [(ours.layer_norm(view, 6, w), F.layer_norm(view, (6,), w)), (ours.softmax(view, 0), view.softmax(0))]
+        if view.stride(-1) == 1:
+            pairs.append((ours.linear(view, x[0], w[:6]), F.linear(view, x[0], w)))
+        for f, g in pairs:
+            close(f, g)
+            close(torch.autograd.grad(f.square().sum(), x), torch.autograd.grad(g.square().sum(), x))
+        with torch.no_grad():
+            close(ours.rms_norm(view, 6, w, 1e-6), F.rms_norm(view, (6,), w, 1e-6))
+    assert served == []
+    for gate, up in (x.chunk(2, -1), x.chunk(2, 1), (x[..., 0], x[:, 1]), (x.mT, x.mT)):
+        contiguous = F.silu(gate).is_contiguous()
+        for f, g in ((ours.gelu(gate), F.gelu(gate)), (ours.swiglu(gate, up), F.silu(gate) * up)):
+            close(f, g)
+            assert f.stride() == g.stride()
+            close(torch.autograd.grad(f.square().sum(), x), torch.autograd.grad(g.square().sum(), x))
+        assert contiguous is not bool(served)
+        served.clear()
+
+
 def test_parallel_backward_threads(xwb):
     """Autograd runs a GPU's backward on another thread, and users run several of the CPU's."""
     expected = torch.autograd.grad(F.layer_norm(xwb[0], (6,), *xwb[1:]).square().sum(), xwb)
