@@ -22,6 +22,7 @@ WEAK void *PyObject_VectorcallDict(void *callable, void *const *args, size_t n, 
 WEAK void *PyObject_VectorcallMethod(void *name, void *const *args, size_t n, void *names);
 WEAK int PyObject_IsTrue(void *object);
 WEAK void *PyObject_GetAttr(void *object, void *name);
+WEAK void *PyObject_GenericGetDict(void *object, void *unused);
 WEAK int PyObject_SetAttr(void *object, void *name, void *value);
 WEAK void *PyUnicode_InternFromString(const char *text);
 WEAK void *PyTuple_New(intptr_t n);
@@ -40,6 +41,7 @@ WEAK int PyDict_Next(void *dict, intptr_t *position, void **key, void **value);
 WEAK void *PyCapsule_GetContext(void *capsule);
 WEAK void *PyLong_AsVoidPtr(void *object);
 WEAK long PyLong_AsLong(void *object);
+WEAK void *PyLong_FromLongLong(long long value);
 WEAK double PyFloat_AsDouble(void *object);
 
 namespace aot {

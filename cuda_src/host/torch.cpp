@@ -106,6 +106,21 @@ struct Public {
   void *fallback;           // takes the arguments of a call that is not plain, or that is refused
 };
 
+// A call of a replaced module that is a call of a public function.
+struct Module {
+  Public *function;
+  void *type;                   // its class
+  char sources[2 * kMaxSlots];  // what each argument is: "x", the call's; "p", a parameter; "a", an attribute of the
+                                // instance; "n", the size of x's last axis; "c", a constant
+  void *values[2 * kMaxSlots];  // the name of each, or the constant
+  bool widens;                  // 32-bit parameters serve an x of 16 bits; else their dtype is x's
+  bool wide_in_autocast;        // autocast has an x of 16 bits computed in 32
+  bool reads_contiguous;        // an x that is not contiguous is the original's
+  void *held_name, *held;       // an attribute of the instance that must be this object; null: none
+  int64_t last_size;            // of x's last axis, in the last call, and the int; owned
+  void *last_int;
+};
+
 // Objects that a call owns: at most one for each slot.
 class Refs {
  public:
@@ -480,7 +495,8 @@ bool has_contiguous_results(void *const *inputs, int n) {
   return true;
 }
 
-// Replaces inputs that are not contiguous by copies, as p.copies says. `copies` owns them. False: Python's error is set.
+// Replaces inputs that are not contiguous by copies, as p.copies says; `copies` owns them. False: Python's error is
+// set.
 bool copy_strided(const Public &p, const Call &call, void **inputs, Refs &copies) {
   static void *contiguous = PyUnicode_InternFromString("contiguous");
   uint64_t strided = 0;
@@ -488,8 +504,7 @@ bool copy_strided(const Public &p, const Call &call, void **inputs, Refs &copies
     if (inputs[i] != python.none && !is_accepted(call.slots[i], inputs[i], false)) strided |= uint64_t{1} << i;
   if (!strided || (p.copies == 'e' && !has_contiguous_results(inputs, p.n_inputs))) return true;
   for (int i = 0; i < p.n_inputs; ++i)
-    if (strided >> i & 1 &&
-        !(inputs[i] = copies.keep(PyObject_VectorcallMethod(contiguous, &inputs[i], 1, nullptr))))
+    if (strided >> i & 1 && !(inputs[i] = copies.keep(PyObject_VectorcallMethod(contiguous, &inputs[i], 1, nullptr))))
       return false;
   return true;
 }
@@ -591,9 +606,7 @@ bool is_plain_call(bool autocast, void *const *inputs, int n) {
 }
 
 // Null: Python's error is set, or, where it is not, the fallback must run.
-void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
-  void *arguments[2 * kMaxSlots];
-  if (!sort_arguments(p, given, count, names, arguments)) return nullptr;
+void *run_arguments(Public &p, void **arguments) {
   if (gate.records_calls()) return nullptr;
   Ref cast;
   if (!is_plain_call(!p.cast, arguments, p.n_inputs)) {
@@ -616,6 +629,92 @@ void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
   if (gradient < 0) return nullptr;
   if (gradient) return PyObject_VectorcallDict(d->apply, arguments, p.n_inputs, nullptr);
   return run_function(*d->function, nullptr, arguments, p.n_inputs);
+}
+
+// As run_arguments.
+void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
+  void *arguments[2 * kMaxSlots];
+  return sort_arguments(p, given, count, names, arguments) ? run_arguments(p, arguments) : nullptr;
+}
+
+// The size of a tensor's last axis as Python's int. Null: Python's error is set.
+void *last_size(Module &m, const DLTensor &x) {
+  const int64_t size = x.shape[x.ndim - 1];
+  if (!m.last_int || size != m.last_size) {
+    Ref made = PyLong_FromLongLong(size), old;
+    if (!made) return nullptr;
+    m.last_size = size, old = std::exchange(m.last_int, made.release());
+  }
+  return m.last_int;
+}
+
+// Whether a parameter is a plain tensor of a dtype that m says beside that of x, or absent.
+bool is_parameter(const Module &m, const DLTensor &x, void *object) {
+  DLTensor t;
+  if (object == python.none) return true;
+  if (!is_plain(object)) return false;
+  if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
+  const bool is_float32 = t.code == 2 && t.bits == 32;
+  return (t.code == x.code && t.bits == x.bits) || (m.widens && is_float32 && x.bits == 16);
+}
+
+// The arguments of the function in a call of a module. `kept` owns them, because another thread may exchange a
+// parameter. False: the call is left to Python, without an error.
+bool module_arguments(Module &m, void *self, void *given, void **arguments, Refs &kept) {
+  static void *const parameters_name = PyUnicode_InternFromString("_parameters");
+  static void *const dict_type = type_of(Ref(PyDict_New()));
+  DLTensor x;
+  if (type_of(self) != m.type || !is_plain(given)) return false;
+  Ref own = PyObject_GenericGetDict(self, nullptr);
+  if (!own || torch.exchange->read(given, &x)) return PyErr_Clear(), false;
+  if (x.ndim < 1 || x.ndim > kMaxNdim) return false;
+  if (m.wide_in_autocast && x.bits == 16 && !gate.plain_thread(false)) return false;
+  if (m.held && PyDict_GetItemWithError(own, m.held_name) != m.held) return false;
+  void *parameters = PyDict_GetItemWithError(own, parameters_name);
+  if (!parameters || type_of(parameters) != dict_type) return false;
+  for (int i = 0; i < m.function->n_inputs + m.function->n_attrs; ++i) {
+    void *&argument = arguments[i] = m.values[i];
+    switch (m.sources[i]) {
+      case 'x':
+        argument = given;
+        break;
+      case 'n':
+        argument = last_size(m, x);
+        break;
+      case 'a':
+        argument = PyDict_GetItemWithError(own, m.values[i]);
+        if (argument == python.none && x.bits == 16) return false;  // torch's epsilon is that of the dtype
+        break;
+      case 'p':
+        if (PyDict_GetItemWithError(own, m.values[i])) return false;
+        argument = PyDict_GetItemWithError(parameters, m.values[i]);
+        if (argument && !is_parameter(m, x, argument)) return false;
+    }
+    if (!argument) return PyErr_Clear(), false;
+    Py_IncRef(argument), kept.keep(argument);
+  }
+  return true;
+}
+
+// Whether the original's forward serves a call without further questions.
+bool is_originals(const Module &m, void *self, void *given) {
+  DLTensor x;
+  if (!m.reads_contiguous || type_of(self) != m.type || !is_plain(given)) return false;
+  if (torch.exchange->read(given, &x)) return PyErr_Clear(), false;
+  return !Layout(x).contiguous;
+}
+
+// None: the call is left to Python; False: to the original's forward. Null: Python's error is set.
+void *run_module(Module &m, void *self, void *given) {
+  if (is_originals(m, self, given)) return PyBool_FromLong(0);
+  error_is_ours = false;
+  void *arguments[2 * kMaxSlots];
+  Refs kept;
+  if (module_arguments(m, self, given, arguments, kept)) {
+    if (void *result = run_arguments(*m.function, arguments)) return result;
+    if (!must_fall_back()) return nullptr;
+  }
+  return finish(kOk);
 }
 
 // Nothing is recorded: the compiler has made the backward too. Autocast has been traced.
@@ -678,7 +777,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 11" +
+      "version 12" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -689,8 +788,10 @@ AOT_API const char *aot_torch_structs() {
                    over_from, may_overwrite, drop_inputs) +
       AOT_DESCRIBE(Differentiable, function, apply, last_use) + AOT_DESCRIBE(Compiled, function, fallback) +
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
-                   transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies,
-                   channels_last, cast, constants, most_bound, clock, bind, bound, last_attrs, last, fallback);
+                   transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
+                   constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
+      AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, held_name, held,
+                   last_size, last_int);
   return text.c_str();
 }
 
@@ -730,6 +831,29 @@ AOT_API void *aot_torch_backward(void *capsule, void *const *objects, intptr_t c
 // A public function, with Python's calling convention.
 AOT_API void *aot_torch_public(void *capsule, void *const *arguments, intptr_t count, void *names) {
   return run_public(*capsule_pointer<Public>(capsule), arguments, count, names);
+}
+
+// A call of a replaced module: the module, then its one argument. None: the call is left to Python; False: to the
+// original's forward.
+AOT_API void *aot_torch_module(void *capsule, void *const *objects, intptr_t count) {
+  return count == 2 ? run_module(*capsule_pointer<Module>(capsule), objects[0], objects[1]) : finish(kOk);
+}
+
+// Whether a call of a module is its class's forward, and nothing more: it has no hooks, and the capsule's four
+// dictionaries have none.
+AOT_API void *aot_torch_bare(void *capsule, void *const *objects, intptr_t count) {
+  static void *const forward = PyUnicode_InternFromString("forward");
+  static void *const hooks[] = {
+      PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
+      PyUnicode_InternFromString("_backward_hooks"), PyUnicode_InternFromString("_backward_pre_hooks")};
+  Ref own = count == 1 ? PyObject_GenericGetDict(objects[0], nullptr) : nullptr;
+  bool bare = own && !PyDict_GetItemWithError(own, forward);
+  for (int i = 0; bare && i < 4; ++i) {
+    void *found = PyDict_GetItemWithError(own, hooks[i]);
+    bare = found && !PyDict_Size(found) && !PyDict_Size(capsule_pointer<void *>(capsule)[i]);
+  }
+  PyErr_Clear();
+  return PyBool_FromLong(bare);
 }
 
 // The facts about tensors that a step of an optimizer depends on: bytes of their addresses, and of their dtypes,

@@ -23,7 +23,7 @@ from .compositions import COMPOSED
 from .eager import eager, is_worth_binding, run_eager
 from .images import images_of
 from .out import check_unrecorded, copied, write
-from .registered import dispatched, namespaces
+from .registered import builtins, dispatched, namespaces
 from .tensors import (
     DTYPES,
     KEEP_RESIDUALS_FROM,
@@ -132,6 +132,7 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
         more += [Parameter("out", Parameter.KEYWORD_ONLY, default=None)] if takes_out else []
         function.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
     if is_builtin:
+        builtins[op] = plain
         call.install_vectorcall(function, plain)
     return function
 

@@ -15,3 +15,5 @@ in_c: set[Op] = set()
 """Operators whose kernels for the dispatcher are in C."""
 namespaces: dict[Library, Namespace] = {}
 """The functions of each library, which rules and formulas call. torch.compile reads it."""
+builtins: dict[Op, Any] = {}
+"""The builtin of each public function that serves plain calls in C."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import replaced_globals, replaced_masks
+from . import replaced_calls, replaced_globals, replaced_masks
 from .known_modules import ORIGINAL
 from .replaced_forwards import FUSED, MADE_FOR, learn, operator_of, serve_of
 from .tensors import is_compiling, is_known
@@ -26,18 +26,37 @@ def class_for(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Modu
 
 def _made(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
     """It has the name of the original, by which others know a module."""
-    own: dict[str, Any] = {"__reduce_ex__": _reduced, ORIGINAL: original, **_methods(original, kinds)}
+    call = None if replaced_globals.kinds_of(original) else replaced_calls.call_of(original, *learn(original))  # type: ignore[misc]
+    own: dict[str, Any] = {"__reduce_ex__": _reduced, ORIGINAL: original, **_methods(original, kinds, call)}
     own |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")} | {_KINDS: kinds}
     made = type(original.__name__, (original,), own)
+    if call:
+        call.struct.type = id(made)  # _MADE keeps it
     MADE_FOR[made] = original
     learn(made)
     return made
 
 
-def _methods(original: type[nn.Module], kinds: tuple[str, ...]) -> dict[str, Any]:
+def _methods(original: type[nn.Module], kinds: tuple[str, ...], call: replaced_calls.Call | None) -> dict[str, Any]:
     if replaced_globals.kinds_of(original):
         return replaced_masks.without_positions(original, kinds, replaced_globals.methods_of(original, kinds))
-    return {"forward": _forward(original)}
+    forward = _forward(original)
+    return {"forward": _at_once(call.run, forward, original.forward) if call else forward}
+
+
+def _at_once(run, python, theirs):
+    """The builtin, and the forwards in Python for what it leaves."""
+
+    @functools.wraps(python)
+    def forward(self, *args, **kwargs):
+        if kwargs or is_compiling():
+            return python(self, *args, **kwargs)
+        result = run(self, *args)
+        if result is None:
+            return python(self, *args)
+        return result if result is not False else theirs(self, *args)
+
+    return forward
 
 
 def _forward(original: type[nn.Module]) -> Any:

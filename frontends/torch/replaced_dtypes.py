@@ -9,7 +9,7 @@ from .tensors import is_known
 
 
 def autocasts(x: Tensor) -> bool:
-    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+    return torch.is_autocast_enabled("cuda") if x.is_cuda else x.is_cpu and torch.is_autocast_enabled("cpu")
 
 
 def as_it_is(x: Tensor, *parameters: Tensor | None) -> bool:

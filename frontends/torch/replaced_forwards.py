@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
 from . import functional as F
 from . import replaced_heads, replaced_products
 from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
+from .replaced_children import child, is_bare, parameter
 from .replaced_dtypes import as_it_is, autocasts
 from .tensors import is_compiling
 
@@ -120,10 +120,14 @@ def _gelu(names: Names, widened: bool = False, **options: Any) -> Serve:
 def _which(module: Any, names: Names, activation: str | None = None, torchs: Any = None, **_: Any) -> str | None:
     """The activation of a module of that form."""
     if torchs is nn.GELU:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
+        return _GELUS.get(module.approximate)
     if torchs is not None:
-        return {nn.SiLU: "silu", nn.ReLU: "relu"}.get(torchs)
+        return _OTHERS.get(torchs)
     return gelu_of(getattr(module, names["FUNCTION"])) if "FUNCTION" in names else activation
+
+
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+_OTHERS = {nn.SiLU: "silu", nn.ReLU: "relu"}
 
 
 def _gelu_refusal(module: Any, form: Form, names: Names) -> str | None:
@@ -133,25 +137,10 @@ def _gelu_refusal(module: Any, form: Form, names: Names) -> str | None:
 # ------------------------------------------------------------------------------------------------------------- networks
 
 
-def _is_bare(module: nn.Module) -> bool:
-    """Whether a call of the module is its class's forward, and nothing more."""
-    return not (
-        "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
-    )
-
-
 def _activation(module: nn.Module) -> str | None:
     """The activation that a call of a module is; None if it is another thing, or has hooks."""
     found = _form(module)
-    if found is None or found[0].kind not in ("gelu", "silu", "relu") or not _is_bare(module):
+    if found is None or found[0].kind not in ("gelu", "silu", "relu") or not is_bare(module):
         return None
     form, names = found
     return _which(module, names, **form.options)
@@ -159,25 +148,27 @@ def _activation(module: nn.Module) -> str | None:
 
 def _matrix(module: Any) -> Tensor | None:
     """The weight, as linear's, of a module whose call is a product and no more."""
-    if not _is_product(module) or not _is_bare(module):
+    if not _is_product(module) or not is_bare(module):
         return None
     form, _ = _form(module)  # type: ignore[misc]
-    return module.weight if form.kind == "matrix" else module.weight.t()
+    weight = module.weight if is_compiling() else parameter(module, "weight")
+    return weight if form.kind == "matrix" else weight.t()
 
 
 def _swiglu(names: Names, packed: bool = False) -> Serve:
     act, up, down, before = names["ACT"], names["UP"], names["DOWN"], names.get("GATE")
 
     def serve(self, x):
-        if _activation(getattr(self, act)) != "silu":
+        get = getattr if is_compiling() else child
+        if _activation(get(self, act)) != "silu":
             return NotImplemented
         if before is None:
-            gate, raised = getattr(self, up)(x).chunk(2, dim=-1)
+            gate, raised = get(self, up)(x).chunk(2, dim=-1)
         else:
-            gate, raised = getattr(self, before)(x), getattr(self, up)(x)
+            gate, raised = get(self, before)(x), get(self, up)(x)
         if gate.dtype is not raised.dtype or gate.shape != raised.shape:
-            return getattr(self, down)(getattr(self, act)(gate) * raised)
-        return getattr(self, down)(F.swiglu(gate, raised))
+            return get(self, down)(get(self, act)(gate) * raised)
+        return get(self, down)(F.swiglu(gate, raised))
 
     return serve
 
@@ -193,15 +184,16 @@ def _linear(names: Names, then: tuple[str, ...] = ()) -> Serve:
     first, act, then = names["FIRST"], names["ACT"], tuple(names[name] for name in then)
 
     def serve(self, x):
-        product, activation = getattr(self, first), _activation(getattr(self, act))
-        weight = _matrix(product)
+        get, bias = (getattr, getattr) if is_compiling() else (child, parameter)
+        product, activating = get(self, first), get(self, act)
+        activation, weight = _activation(activating), _matrix(product)
         if activation is None or weight is None or not replaced_products.pays(x, weight):
             return NotImplemented
-        if autocasts(x) and _is_widened(getattr(self, act)) and not any(_is_product(getattr(self, n)) for n in then):
+        if _is_widened(activating) and autocasts(x) and not any(_is_product(get(self, name)) for name in then):
             return NotImplemented
-        y = F.linear(x, weight, product.bias, activation)
+        y = F.linear(x, weight, bias(product, "bias"), activation)
         for name in then:
-            y = getattr(self, name)(y)
+            y = get(self, name)(y)
         return y
 
     return serve
@@ -224,7 +216,7 @@ def _linear_refusal(module: Any, form: Form, names: Names) -> str | None:
         return None
     if _activation(act) is None:
         return f"its activation is {type(act).__name__}, or has hooks: expected GELU, SiLU or ReLU"
-    return "" if _is_bare(first) else f"its {names['FIRST']} has hooks, or a forward of its own"
+    return "" if is_bare(first) else f"its {names['FIRST']} has hooks, or a forward of its own"
 
 
 # --------------------------------------------------------------------------------------------------------------- others

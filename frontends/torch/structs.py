@@ -59,10 +59,19 @@ class Public(Structure):
         ("names", c_void_p * _Parameters), ("defaults", c_void_p * _Parameters), ("n_transposable", c_int),
         ("transposable", Slots), ("transposes", Slots), ("kinds", c_char * _Parameters), ("images", c_uint64),
         ("layout", c_int), ("most_axes", c_int), ("first_layout", c_void_p), ("last_layout", c_void_p),
-        ("copies", c_char), ("channels_last", c_void_p), ("cast", c_void_p), ("constants", c_uint64), ("most_bound", c_int),
-        ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p),
+        ("copies", c_char), ("channels_last", c_void_p), ("cast", c_void_p), ("constants", c_uint64),
+        ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p),
         ("last_attrs", c_void_p), ("last", c_void_p), ("fallback", c_void_p),
     ]  # fmt: skip
 
 
-ALL = (GateFacts, Torch, Function, Backward, Differentiable, Compiled, Public)
+class Module(Structure):
+    _fields_ = [
+        ("function", c_void_p), ("type", c_void_p), ("sources", c_char * _Parameters),
+        ("values", c_void_p * _Parameters), ("widens", c_bool), ("wide_in_autocast", c_bool),
+        ("reads_contiguous", c_bool), ("held_name", c_void_p), ("held", c_void_p), ("last_size", c_int64),
+        ("last_int", c_void_p),
+    ]  # fmt: skip
+
+
+ALL = (GateFacts, Torch, Function, Backward, Differentiable, Compiled, Public, Module)

@@ -1,0 +1,101 @@
+"""Calls of replaced modules that are calls of operators, as builtins: what a ``serve`` function asks, and the arguments
+that it gives, are read in C (``run_module`` in cuda_src/host/torch.cpp). In Python that takes half as long as the call.
+
+A builtin returns None for a call that it leaves to Python, as for any that is not plain, and False for one that is the
+original's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, NamedTuple
+
+from torch.nn import functional
+
+from aotops.call import builtin, pointer_of, struct_capsule
+from aotops.op import Op
+from aotops.ops import OPS
+
+from . import structs
+from .bytecode import Form, Names
+from .registered import builtins
+
+
+class Call(NamedTuple):
+    """A builtin, which takes the module and its argument, and its struct, which is told the made class."""
+
+    run: Callable[..., Any]
+    struct: structs.Module
+
+
+Source = tuple[str, Any]
+"""Where an argument comes from, and its name there, or a constant (``Module`` in cuda_src/host/torch.cpp)."""
+X, LAST_SIZE = ("x", None), ("n", None)
+
+
+def call_of(original: type, form: Form, names: Names) -> Call | None:
+    """The call of a module whose class is made of ``original``; None if Python serves it."""
+    make = _FORMS.get(form.kind)
+    found = make(names, **form.options) if make else None
+    plain = builtins.get(OPS[form.kind]) if found else None
+    if found is None or plain is None:
+        return None
+    sources, options = found
+    read = [name for source, name in sources.values() if source in "pa"] + [options.get("held_name")]
+    if any(hasattr(original, name) for name in read if name):  # the instance's own comes after the class's
+        return None
+    return _call(OPS[form.kind], plain, sources, options)
+
+
+def _call(op: Op, plain: Any, sources: Mapping[str, Source], options: Mapping[str, Any]) -> Call:
+    handle, parameters = plain.__self__, signature(op.bind).parameters
+    made, kept = structs.Module(function=pointer_of(handle)), [handle]
+    slots = (*op.inputs, *op.public_attrs)
+    ordered = [sources.get(slot) or ("c", parameters[slot].default) for slot in slots]
+    for i, (source, value) in enumerate(ordered):
+        kept.append(sys.intern(value) if source in "pa" else value)
+        made.values[i] = id(kept[-1])
+    made.sources = "".join(source for source, _ in ordered).encode()
+    for option, value in options.items():
+        kept.append(sys.intern(value) if option == "held_name" else value)
+        setattr(made, option, id(kept[-1]) if option in ("held_name", "held") else value)
+    return Call(builtin(op.name, "aot_torch_module", struct_capsule(made, kept)), made)
+
+
+# --------------------------------------------------------------------------------------------------- sources, by kind
+
+_Sources = tuple[dict[str, Source], dict[str, Any]] | None
+
+
+def _layer_norm(names: Names, switch: str = "", **_: Any) -> _Sources:
+    affine: dict[str, Source] = {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}
+    held = {"held_name": switch, "held": False} if switch else {}
+    sources = {"normalized_shape": ("a", "normalized_shape"), "eps": ("a", "eps")}
+    return affine | sources, {"wide_in_autocast": True, **held}
+
+
+def _rms_norm(
+    names: Names, torchs: Any = None, offset=0.0, weighted=True, like_weight=False, switch="", **_: Any
+) -> _Sources:
+    weight: dict[str, Source] = {"weight": ("p", "weight")} if weighted else {}
+    if torchs:
+        sources = {"normalized_shape": ("a", "normalized_shape"), "eps": ("a", "eps")}
+        return {"x": X, **weight, **sources}, {"wide_in_autocast": True}
+    if switch:
+        return None
+    others: dict[str, Source] = {"normalized_shape": LAST_SIZE, "eps": ("a", names["EPS"])}
+    return {"x": X, **weight, **others, "weight_offset": ("c", offset)}, {"widens": not like_weight}
+
+
+def _gelu(names: Names, widened=False, activation: str = "", torchs: Any = None, **_: Any) -> _Sources:
+    options = {"reads_contiguous": True, "wide_in_autocast": widened}
+    if torchs:
+        return {"x": X, "approximate": ("a", "approximate")}, options
+    if "FUNCTION" in names:
+        options |= {"held_name": names["FUNCTION"], "held": functional.gelu}
+    return {"x": X, "approximate": ("c", "tanh" if activation == "gelu_tanh" else "none")}, options
+
+
+_FORMS: dict[str, Callable[..., _Sources]] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "gelu": _gelu}

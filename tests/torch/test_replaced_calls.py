@@ -1,0 +1,290 @@
+"""Calls of replaced modules, whose arguments are read in C: they see whatever changed after ``replace``, and leave what
+is not plain to Python."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn.utils import parametrize, prune  # noqa: E402
+
+from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch import replaced_children  # noqa: E402
+from aotops.frontends.torch.tensors import READS_TENSORS  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
+ON = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+plain_calls = pytest.mark.skipif(not READS_TENSORS, reason="this torch has no plain calls")
+
+
+class LlamaNorm(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(n)), 1e-6
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class Mlp(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(n, 2 * n), nn.GELU(), nn.Linear(2 * n, n)
+
+    def forward(self, x):
+        x = self.fc1(x)
+        x = self.act(x)
+        x = self.fc2(x)
+        return x
+
+
+MODULES = {
+    "LayerNorm": lambda: nn.LayerNorm(8),
+    "LayerNorm without bias": lambda: nn.LayerNorm(8, bias=False),
+    "LayerNorm without weight": lambda: nn.LayerNorm((3, 8), elementwise_affine=False),
+    "RMSNorm": lambda: nn.RMSNorm(8, eps=1e-5),
+    "RMSNorm without eps": lambda: nn.RMSNorm(8),
+    "Llama's": lambda: LlamaNorm(8),
+    "GELU": lambda: nn.GELU("tanh"),
+    "Mlp": lambda: Mlp(8),
+}
+EVERY = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+
+
+def pair(make, where="cpu", dtype=torch.float64):
+    torch.manual_seed(0)
+    theirs = make().to(where, dtype)
+    mine = copy.deepcopy(theirs)
+    assert ours.replace(mine).rows[0].operator
+    return theirs, mine
+
+
+def close(a, b):
+    assert (a is None) is (b is None)
+    if a is not None:
+        tolerance = {2: 3e-2, 4: 1e-4, 8: 1e-6}[a.dtype.itemsize]
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        assert a.requires_grad is b.requires_grad
+
+
+def compare(theirs, mine, *views, where="cpu", dtype=torch.float64, mode=contextlib.nullcontext):
+    """Results and gradients."""
+    for view in views or (lambda x: x,):
+        results = []
+        for module in (theirs, mine):
+            torch.manual_seed(1)
+            x = torch.randn(2, 3, 8, device=where, dtype=dtype, requires_grad=True)
+            with mode():
+                y = module(view(x))
+            inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
+            dy = torch.randn(y.shape, device=where).to(y)
+            grads = torch.autograd.grad(y, inputs, dy, allow_unused=True) if y.requires_grad else ()
+            results.append((y, *grads))
+        for a, b in zip(*results, strict=True):
+            close(a, b)
+
+
+@plain_calls
+@EVERY
+def test_a_plain_call_is_served_in_c(make, monkeypatch):
+    _, mine = pair(make)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    mine(x)
+    for name in ("layer_norm", "rms_norm", "gelu"):
+        monkeypatch.setattr(ours.functional, name, lambda *_: pytest.fail("served in Python"))
+    y = mine(x)
+    assert y.grad_fn is not None
+
+
+@ON
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_results_and_gradients(make, where, dtype):
+    compare(
+        *pair(make, where, dtype),
+        *(lambda x: x, lambda x: x.mT.contiguous().mT, lambda x: x[:0], lambda x: x.detach()),
+        *(lambda x: x[:1, :1].expand(2, 3, 8), lambda x: torch.cat((x, x), -1)[..., :8]),
+        where=where,
+        dtype=dtype,
+    )
+
+
+@ON
+@EVERY
+def test_modes(make, where):
+    theirs, mine = pair(make, where, torch.float32)
+    alike = functools.partial(compare, theirs, mine, where=where, dtype=torch.float32)
+    for mode in (torch.no_grad, torch.inference_mode, lambda: torch.autocast(where, torch.bfloat16)):
+        alike(mode=mode)
+    alike(lambda x: x.bfloat16(), mode=lambda: torch.autocast(where, torch.bfloat16))
+    with torch.profiler.profile() as profile:
+        alike()
+    assert any(event.name.startswith("aotops::") for event in profile.events())
+
+
+@EVERY
+def test_transforms_and_double_backward(make):
+    theirs, mine = pair(make)
+    x, t = torch.randn(2, 2, 3, 8, dtype=torch.float64)
+    for transform in (
+        lambda m: torch.func.jvp(m, (x,), (t,))[1],
+        lambda m: torch.func.vmap(m)(x[:, None].expand(2, 3, 3, 8)),
+        lambda m: torch.func.grad(lambda x: m(x).square().sum())(x),
+        lambda m: torch.func.functional_call(m, {n: 2 * p for n, p in m.named_parameters()}, x),
+        lambda m: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False),
+        lambda m: torch.fx.symbolic_trace(m)(x),
+        lambda m: torch.compile(m, backend="eager", fullgraph=True)(x),
+        lambda m: copy.deepcopy(m)(x),
+    ):
+        torch.testing.assert_close(transform(theirs), transform(mine), rtol=1e-6, atol=1e-6)
+    results = []
+    for module in (theirs, mine):
+        given = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(module(given).square().sum(), given, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), given)[0])
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def shadow(module):
+    """An attribute comes before a parameter of its name."""
+    if module._parameters.get("weight") is not None:
+        module.__dict__["weight"] = torch.full((8,), 3.0, dtype=torch.float64)
+
+
+def exchange(module):
+    for m in module.modules():
+        if m._parameters.get("weight") is not None:
+            m.weight = nn.Parameter(m.weight.detach() + 1)
+
+
+def prune_weights(module):
+    for m in module.modules():
+        if m._parameters.get("weight") is not None:
+            prune.l1_unstructured(m, "weight", 0.5)
+
+
+def parametrize_weights(module):
+    for m in [m for m in module.modules() if m._parameters.get("weight") is not None]:
+        parametrize.register_parametrization(m, "weight", Double())
+
+
+def freeze(module):
+    next(module.parameters(), torch.empty(0)).requires_grad_(False)
+
+
+def hook(module):
+    for m in module.modules():
+        m.register_forward_hook(lambda module, args, y: y + 1)
+
+
+def hook_before(module):
+    getattr(module, "fc1", module).register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def change_numbers(module):
+    for name in ("eps", "variance_epsilon"):
+        if isinstance(getattr(module, name, None), float):
+            setattr(module, name, 0.5)
+    if isinstance(module, nn.GELU):
+        module.approximate = "none"
+
+
+def own_forward(module):
+    for m in module.children():
+        forward = m.forward
+        m.forward = lambda x, forward=forward: forward(x) * 2
+
+
+def narrow(module):
+    """A parameter of another dtype than x, where the original takes it."""
+    if isinstance(module, (nn.RMSNorm, LlamaNorm)):
+        module.weight.data = module.weight.data.float()
+
+
+def replicate(module):
+    """As data parallelism does: the parameters are attributes."""
+    for m in module.modules():
+        for name, p in list(m._parameters.items()):
+            del m._parameters[name]
+            m.__dict__[name] = p if p is None else p.detach() * 2
+
+
+CHANGES = (
+    *(shadow, exchange, prune_weights, parametrize_weights, freeze, hook, hook_before, change_numbers),
+    *(own_forward, replicate, narrow),
+)
+
+
+@EVERY
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_replace_is_seen(make, change):
+    theirs, mine = pair(make)
+    compare(theirs, mine)
+    for module in (theirs, mine):
+        change(module)
+    compare(theirs, mine)
+
+
+@EVERY
+def test_global_hooks(make):
+    theirs, mine = pair(make)
+    with nn.modules.module.register_module_forward_hook(lambda module, args, y: y * 2):
+        compare(theirs, mine)
+    compare(theirs, mine)
+
+
+@EVERY
+def test_errors_are_those_of_the_original(make):
+    theirs, mine = pair(make)
+    for wrong in (torch.randn(2, 3, 7), torch.randn(2, 3, 8), torch.ones(2, 3, 8).long(), None):
+        found = []
+        for module in (theirs, mine):
+            try:
+                found.append(module(wrong))
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+                found.append(error)
+        both_fail = all(isinstance(each, Exception) for each in found)
+        both_work = all(isinstance(each, torch.Tensor) for each in found)
+        assert both_fail or both_work
+        if both_work:
+            torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@plain_calls
+def test_bare_in_c_and_in_python(monkeypatch):
+    module = nn.Linear(2, 2)
+    changes = [
+        lambda: module.register_forward_hook(print),
+        lambda: module.register_forward_pre_hook(print),
+        lambda: module.register_full_backward_hook(print),
+        lambda: module.register_full_backward_pre_hook(print),
+        lambda: nn.modules.module.register_module_forward_hook(print),
+        lambda: nn.modules.module.register_module_forward_pre_hook(print),
+        lambda: nn.modules.module.register_module_full_backward_hook(print),
+        lambda: nn.modules.module.register_module_full_backward_pre_hook(print),
+    ]
+    in_c = replaced_children._IN_C
+    for change in changes:
+        for implementation in (in_c, None):
+            monkeypatch.setattr(replaced_children, "_IN_C", implementation)
+            assert replaced_children.is_bare(module) is True
+            with change():
+                assert replaced_children.is_bare(module) is False
+    module.forward = print
+    assert in_c(module) is False
