@@ -217,6 +217,8 @@ struct Block {
   static constexpr int kGatheredRows = kTwoStrips ? 8 : kRows, kGatheredRowsOfTwo = 6;
   // Panels that fit a thread's second-level cache: of A (kPanelRows, kDepth), of B (kDepth, kPanelCols).
   static constexpr int kDepth = 256, kPanelRows = 240, kPanelCols = 480;
+  // A tile whose sums are in C may have the rows of several panels of A, which share one of B.
+  static constexpr int kTallRows = 5 * kPanelRows, kTallCols = 512;
 };
 
 template <typename A>
@@ -312,7 +314,7 @@ struct TwoStrips {
 template <class Terms, int rows, typename A, class Rows, class Columns>
 void micro_kernel(int64_t depth, Rows a, Columns b, bool add, A *c, int64_t ldc) {
   using B = Block<A>;
-  constexpr int kVectors = Columns::kVectors;
+  constexpr int kVectors = Columns::kVectors, kVectorsOfLine = 64 / kVectorBytes;
   VecOf<A> sum[rows][kVectors];
   auto each = [](auto f) {
 #pragma GCC unroll 16
@@ -321,7 +323,13 @@ void micro_kernel(int64_t depth, Rows a, Columns b, bool add, A *c, int64_t ldc)
       for (int v = 0; v < kVectors; ++v) f(i, v);
   };
   each([&](int i, int v) { sum[i][v] = VecOf<A>{}; });
+  const A *ahead = c;
   for (int64_t p = 0; p < depth; ++p, a.next()) {
+    // a row of c, which may be far. Few blocks have fewer rows
+    if (rows == B::kRows && p < rows) {
+      for (int v = 0; v < kVectors; v += kVectorsOfLine) __builtin_prefetch(ahead + v * B::kLanesA);
+      ahead += ldc;
+    }
     VecOf<A> right[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) right[v] = b(p, v * B::kLanesA);
@@ -618,7 +626,7 @@ struct Panels {
   using B = Block<A>;
   static constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
   static constexpr int64_t kVectorA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
-  static constexpr int64_t kVectorB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
+  static constexpr int64_t kVectorB = ceil_div(B::kTallCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
   static constexpr int64_t kVectorC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
 #if defined(__AVX512F__)
   static constexpr bool kFloat = std::is_same_v<A, float>;
@@ -648,6 +656,7 @@ struct GemmTile {
   using A = Accumulate<T>;
   using B = Block<A>;
   static constexpr bool kGathers = !std::is_same_v<Left, Matrix<T>>, kStores = kStoresTiles<Epilogue>;
+  static constexpr bool kPlain = std::is_same_v<Epilogue, NoEpilogue>;
   static constexpr bool kPacked = !std::is_same_v<Right, Matrix<T>>, kPairs = std::is_same_v<Left, GatheredPairs>;
   int64_t m, n, k;
   Left a;
@@ -658,8 +667,14 @@ struct GemmTile {
   int64_t row = 0, column = 0;  // where the tile begins in C
   Epilogue epilogue = {};
 
+  // Whether the sums of more than one panel are in c from the first one on: a tile may then have any number of rows.
+  static bool sums_in_c(int64_t k, bool add) {
+    return std::is_same_v<C, A> && !kStores && k <= kPartialTerms && (kPlain || (k > B::kDepth && !add));
+  }
+
   // Applies the epilogue to the sums of rows x cols of c, from (i, j) on, and stores them.
-  void store_sums(int64_t i, int64_t j, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
+  [[gnu::noinline]] void store_sums(int64_t i, int64_t j, int64_t rows, int64_t cols, const A *sums,
+                                    int64_t stride) const {
     if constexpr (kStoresBlocks<Epilogue>) {
       epilogue.store_block(row + i, column + j, rows, cols, sums, stride, c + i * ldc + j, ldc);
     } else {
@@ -708,9 +723,9 @@ struct GemmTile {
     sweep<A>(n, [=](int64_t j, auto part) { store(to + j, load(to + j, part) + load(from + j, part), part); });
   }
 
-  // Tiles of at most kPanelRows x kPanelCols, by the micro-kernel. Sums of a block go straight to c if neither an
-  // epilogue nor a conversion follows, else to panels.c until they have all their terms. unpacked_b: B is packed only
-  // for the last columns, which are not a whole block.
+  // By the micro-kernel. Sums of a block that is as wide as registers are go straight to c if sums_in_c, else to
+  // panels.c until they have all their terms. unpacked_b: B is packed only for the last columns, which are not a whole
+  // block.
   template <class Terms>
   bool compute_by_panels(bool unpacked_b) const {
     constexpr bool kPoints = kGathers && !std::is_same_v<Left, InPlace<A>>;
@@ -720,8 +735,10 @@ struct GemmTile {
     const int64_t most = panel_depth<Terms>();
     const Panels<A> panels(long_sum);
     if (!panels.a) return false;
-    const bool one_panel = k <= most;
-    const int64_t stride = one_panel && !kStores ? (kMayTakeTwo ? 2 : 1) * B::kCols : ceil_div(n, B::kCols) * B::kCols;
+    const bool one_panel = k <= most, in_c = sums_in_c(k, add);
+    // of panels.c, which has the sums of a block; of the last columns, if the others are in c; or of the whole tile
+    const bool of_block = one_panel && !kStores;
+    const int64_t stride = of_block || in_c ? (kMayTakeTwo ? 2 : 1) * B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     const bool takes_two = kMayTakeTwo && !unpacked_b;
     [[maybe_unused]] const RegistersOf<Terms> registers;
@@ -729,15 +746,16 @@ struct GemmTile {
     do {
       const int64_t terms = k - p < most ? k - p : most, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
-      pack_panels<Terms>(p, terms, unpacked_cols, panels);
-      auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+      pack_columns<Terms>(p, terms, unpacked_cols, panels);
+      int64_t first = 0, end = 0;  // rows of the panel of A
+      auto accumulate = [=, &registers, &first](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
 #if defined(__AVX512F__)
         if constexpr (kTiles<Terms>)
           return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
-          else return static_cast<const A *>(panels.a + i / B::kRows * strip<B::kRows, A>(depth));
+          else return static_cast<const A *>(panels.a + (i - first) / B::kRows * strip<B::kRows, A>(depth));
         }();
         if constexpr (kMayTakeTwo)
           if (takes_two && n - j > B::kCols) {
@@ -755,28 +773,32 @@ struct GemmTile {
           run_micro_kernel<Terms, kRows>(rows, depth, left, right, added, sums, ld);
         }
       };
-      for (int64_t j = 0, block_cols; j < n; j += block_cols) {
-        const bool two = takes_two && n - j > B::kCols;
-        block_cols = two ? 2 * B::kCols : B::kCols;
-        const int64_t block_rows = kTiles<Terms> ? B::kCols : two ? B::kGatheredRowsOfTwo : kRows;
-        for (int64_t i = 0; i < m; i += block_rows) {
-          const int64_t rows = m - i < block_rows ? m - i : block_rows, cols = n - j < block_cols ? n - j : block_cols;
-          if constexpr (std::is_same_v<Epilogue, NoEpilogue> && std::is_same_v<C, A>)
-            if (cols == block_cols && !long_sum) {
-              accumulate(i, j, rows, add || p, c + i * ldc + j, ldc);
-              continue;
+      for (; first < m; first = end) {
+        end = kGathers || kTiles<Terms> || m - first < B::kPanelRows ? m : first + B::kPanelRows;
+        pack_rows<Terms>(first, end - first, p, terms, panels);
+        for (int64_t j = 0, block_cols; j < n; j += block_cols) {
+          const bool two = takes_two && n - j > B::kCols;
+          block_cols = two ? 2 * B::kCols : B::kCols;
+          const int64_t block_rows = kTiles<Terms> ? B::kCols : two ? B::kGatheredRowsOfTwo : kRows;
+          for (int64_t i = first; i < end; i += block_rows) {
+            const int64_t rows = end - i < block_rows ? end - i : block_rows;
+            const int64_t cols = n - j < block_cols ? n - j : block_cols;
+            const bool there = in_c && cols == block_cols;
+            A *sums = panels.c + (of_block ? 0 : i * stride + (in_c ? 0 : j));
+            if constexpr (std::is_same_v<C, A>)
+              if (there) sums = c + i * ldc + j;
+            const int64_t ld = there ? ldc : stride;
+            accumulate(i, j, rows, there ? add || p : !begins, sums, ld);
+            if (long_sum && ends) {
+              A *const total = panels.total + i * stride + j;
+              for (int64_t r = 0; r < rows && p >= kPartialTerms; ++r)
+                add_to(sums + r * stride, total + r * stride, cols);
+              for (int64_t r = 0; r < rows && !all; ++r)
+                std::memcpy(total + r * stride, sums + r * stride, cols * sizeof(A));
             }
-          A *sums = one_panel && !kStores ? panels.c : panels.c + i * stride + j;
-          accumulate(i, j, rows, !begins, sums, stride);
-          if (long_sum && ends) {
-            A *const total = panels.total + i * stride + j;
-            for (int64_t r = 0; r < rows && p >= kPartialTerms; ++r)
-              add_to(sums + r * stride, total + r * stride, cols);
-            for (int64_t r = 0; r < rows && !all; ++r)
-              std::memcpy(total + r * stride, sums + r * stride, cols * sizeof(A));
+            if constexpr (!kStores)
+              if (all && !(kPlain && there)) store_sums(i, j, rows, cols, sums, ld);
           }
-          if constexpr (!kStores)
-            if (all) store_sums(i, j, rows, cols, sums, stride);
         }
       }
       p += terms;
@@ -794,17 +816,21 @@ struct GemmTile {
     return panels > 1 ? ceil_div(k, panels) : k;
   }
 
-  // Terms [p, p + terms) of A's rows, and of B's columns from `column` on.
+  // Terms [p, p + terms) of `rows` of A's rows.
   template <class Terms>
-  void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels) const {
+  void pack_rows(int64_t first, int64_t rows, int64_t p, int64_t terms, const Panels<A> &panels) const {
 #if defined(__AVX512F__)
-    if constexpr (kTiles<Terms>) {
-      const TileKernel tiles(terms);
-      tiles.pack_rows(a.at(0, p), m, panels.a);
-      return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
-    }
+    if constexpr (kTiles<Terms>) return TileKernel(terms).pack_rows(a.at(first, p), rows, panels.a);
 #endif
-    if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
+    if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(first, p), rows, terms, panels.a);
+  }
+  // Terms [p, p + terms) of B's columns from `column` on.
+  template <class Terms>
+  void pack_columns(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels) const {
+#if defined(__AVX512F__)
+    if constexpr (kTiles<Terms>)
+      return TileKernel(terms).pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
+#endif
     if constexpr (!kPacked)
       pack<Terms, B::kCols>(Matrix<T>{b.data, b.stride, !b.transposed}.at(column, p), n - column, terms, panels.b);
   }
@@ -837,6 +863,7 @@ struct GemmTile {
 struct TileLimits {
   int64_t rows, cols, row_unit, col_unit, worth;
   bool tall;  // columns are divided first: those of B are packed for each tile, and A is not packed
+  int64_t panel_rows = rows;
 };
 
 // How C is divided into tiles, all of one size but the last of each row and column.
@@ -844,7 +871,7 @@ struct Tiling {
   int64_t m, n, rows, cols, across, count;
 
   // Enough tiles for all threads, counting those of `products` products, as long as a tile is worth waking a thread
-  // for.
+  // for. Twice as many of those with more rows than a panel, since the last of them end the loop.
   static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products, const TileLimits &limits) {
     const int64_t enough = threads() > 1 ? 2 * threads() : 1;
     auto piece = [](int64_t total, int64_t pieces, int64_t unit) {
@@ -856,7 +883,8 @@ struct Tiling {
       t.across = ceil_div(n, t.cols), t.count = ceil_div(m, t.rows) * t.across;
       const bool flat = t.rows == limits.row_unit, narrow = t.cols == limits.col_unit;
       const bool worth = double(m) * n * k >= 2.0 * limits.worth * t.count;
-      if (t.count * products >= enough || (flat && narrow) || !worth) return t;
+      const int64_t wanted = enough > 1 && t.rows > limits.panel_rows ? 2 * enough : enough;
+      if (t.count * products >= wanted || (flat && narrow) || !worth) return t;
       narrow || (!limits.tall && t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
     }
   }
@@ -907,6 +935,7 @@ struct CpuGemm {
 #endif
   TileLimits limits() const {
     using B = Block<Accumulate<T>>;
+    constexpr int64_t kWorth = 1 << 18;
 #if defined(__AVX512F__)
     if constexpr (kMayUseTiles<T, Left, Right>)
       if (uses_tiles()) {
@@ -921,7 +950,11 @@ struct CpuGemm {
     const int64_t rows = kOneSize || most < B::kPanelRows ? +B::kPanelRows
                          : most < 4 * B::kPanelRows       ? most / B::kRows * B::kRows
                                                           : 4 * B::kPanelRows;
-    return {rows, B::kPanelCols, B::kRows, B::kCols, 1 << 18, false};
+    using Tile = GemmTile<T, C, Epilogue, Left, Right>;
+    if (std::is_same_v<Left, Matrix<T>> && m > B::kPanelRows && !Tile::kStores &&
+        (k <= B::kDepth || Tile::sums_in_c(k, add)))
+      return {B::kTallRows, B::kTallCols, B::kRows, B::kCols, kWorth, false, B::kPanelRows};
+    return {rows, B::kPanelCols, B::kRows, B::kCols, kWorth, false};
   }
 };
 
