@@ -588,8 +588,8 @@ class GradientBlock {
   Status keys(int64_t b, int64_t h, int64_t key, bool dq) {
     const AttentionSizes &z = x_.z;
     const int64_t end = smaller(key + kBlockKeys, z.keys), length = x_.length(b), within = smaller(end, length);
-    std::memset(dk_, 0, kBlockKeys * z.dim * sizeof(A));
-    std::memset(dv_, 0, kBlockKeys * z.v_dim * sizeof(A));
+    std::memset(dk_, 0, (end - key) * z.dim * sizeof(A));
+    std::memset(dv_, 0, (end - key) * z.v_dim * sizeof(A));
     const Range queries = key < within ? x_.seeing(key, within) : Range{0, 0};
     if (key < within) pack_keys(b, h, key, within, dq);
     for (int64_t i = 0; i < z.group() && key < within; ++i)
