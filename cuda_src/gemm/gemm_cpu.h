@@ -563,11 +563,18 @@ AOT_INLINE Vec<T> sum_each(const Vec<T> (&v)[n]) {
   }
 }
 
-// As many dot products as a vector has lanes: kRows rows of A by kCols columns of B, which is stored transposed.
-template <class Terms, typename T>
+template <typename T>
+constexpr int dot_rows() {
+  return kLanes<T> > 4 ? 4 : kLanes<T> > 2 ? 2 : 1;
+}
+
+// As many dot products as a vector has lanes: kRows rows of A by kCols columns of B, which is stored transposed. Row:
+// T, or what T is widened to.
+template <class Terms, typename T, int n = dot_rows<T>(), typename Row = T>
 struct DotProducts {
-  static constexpr int kRows = kLanes<T> > 4 ? 4 : kLanes<T> > 2 ? 2 : 1, kCols = kLanes<T> / kRows;
-  const T *rows[kRows], *columns[kCols];
+  static constexpr int kRows = n, kCols = kLanes<T> / kRows;
+  const Row *rows[kRows];
+  const T *columns[kCols];
 
   // (kRows, kCols), row-major
   Vec<T> sums(int64_t k) const {
@@ -586,8 +593,10 @@ struct DotProducts {
     auto step = [&](int64_t p, auto part) {
       Vec<T> a[kRows];
 #pragma GCC unroll 4
-      for (int i = 0; i < kRows; ++i) a[i] = Terms::along(rows[i] + p, part);
-#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i)
+        if constexpr (std::is_same_v<Row, T>) a[i] = Terms::along(rows[i] + p, part);
+        else a[i] = load(rows[i] + p, part);
+#pragma GCC unroll 16
       for (int j = 0; j < kCols; ++j) {
         const Vec<T> b = Terms::along(columns[j] + p, part);
 #pragma GCC unroll 4
