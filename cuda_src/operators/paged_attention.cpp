@@ -169,7 +169,7 @@ class FewRows {
       for (int64_t i = 0; j < end; ++i, ++j) rows_[j] = row + i;
     }
   }
-  // What these heads have of key j, from the first one's `dim` elements on.
+  // These heads' part of key j, from the first one's `dim` elements on.
   const T *at(const T *cache, int64_t dim, int64_t j) const { return cache + (rows_[j] * z_.kv_heads + first_) * dim; }
 
   // Head h of later keys than key j, or, after the last one, of the first values; or of later values. Inlined: the
