@@ -16,7 +16,7 @@ from .spec import TensorSpec
 UNKNOWN_DIM, UNKNOWN_RANK = -1, -2
 """An unknown dimension; as the only element of a shape, an unknown rank."""
 
-_MAX_NDIM = 32  # cuda_src/aot.h: kMaxNdim
+MAX_NDIM = 32  # cuda_src/aot.h: kMaxNdim
 _Dims = POINTER(c_int64)
 Specs = tuple[TensorSpec | None, ...]
 
@@ -60,7 +60,7 @@ def _infer_in_library(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str
     rows = [(c_int64 * len(spec.shape))(*spec.shape) for spec in given]
     names = (c_char_p * len(given))(*(spec.dtype.encode() for spec in given))  # dtypes of outputs may be these
     n, n_out = len(given), len(op.entry_outputs)
-    ndims, shapes, dtypes = (c_int * n_out)(), (c_int64 * (n_out * _MAX_NDIM))(), (c_char_p * n_out)()
+    ndims, shapes, dtypes = (c_int * n_out)(), (c_int64 * (n_out * MAX_NDIM))(), (c_char_p * n_out)()
     status = bound.infer(
         n,
         (c_int * n)(*map(len, rows)),
@@ -72,7 +72,7 @@ def _infer_in_library(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str
         dtypes,
     )
     op.library.functions_of(op).check(status)
-    starts = range(0, n_out * _MAX_NDIM, _MAX_NDIM)
+    starts = range(0, n_out * MAX_NDIM, MAX_NDIM)
     return [
         TensorSpec(tuple(shapes[at : at + ndim]), (dtype or b"").decode())
         for at, ndim, dtype in zip(starts, ndims, dtypes, strict=True)

@@ -98,6 +98,8 @@ queue_callback = _required("autograd.Variable._execution_engine.queue_callback")
 LOWERING, DECOMPOSITION, IR = "torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.ir"
 JOINT_GRAPH, PATTERNS = "torch._inductor.fx_passes.joint_graph", "torch._inductor.pattern_matcher"
 FLOP_COUNTER, DTENSOR = "torch.utils.flop_counter", "torch.distributed.tensor"
+KNOWN_TENSORS = "torch._subclasses", "torch.distributed"
+"""Where the classes of tensors are of which an operator is known: of traces, and those that are sharded."""
 
 
 def donates_buffers() -> bool:

@@ -21,6 +21,7 @@ from aotops.ops import OPS
 from . import structs
 from .bytecode import Form, Names
 from .registered import builtins
+from .replaced_children import are_instances
 
 
 class Call(NamedTuple):
@@ -44,7 +45,7 @@ def call_of(original: type, form: Form, names: Names) -> Call | None:
         return None
     sources, options = found
     read = [name for source, name in sources.values() if source in "pa"] + [options.get("held_name")]
-    if any(hasattr(original, name) for name in read if name):  # the instance's own comes after the class's
+    if not are_instances(original, *filter(None, read)):
         return None
     return _call(OPS[form.kind], plain, sources, options)
 

@@ -1,13 +1,14 @@
 """Attributes of modules, which the forwards of replaced ones read at each call.
 
 Where nothing is traced, a child or a parameter is found in the module's own dictionary of them, before which only an
-attribute of the instance, or of its class, would come: ``nn.Module.__getattr__`` takes 0.5 us for each.
+attribute of the instance, or of its class, comes: ``nn.Module.__getattr__`` takes 0.5 us for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_void_p
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -47,13 +48,26 @@ def is_bare(module: nn.Module) -> bool:
     )
 
 
+@lru_cache(maxsize=4096)
+def are_instances(cls: type, *names: str) -> bool:
+    """Whether attributes of these names are what an instance's dictionaries have: the class has neither them, such as a
+    property, nor a way of its own to find them. A class is asked once."""
+    ways: Any = cls.__getattr__, cls.__getattribute__  # type: ignore[attr-defined]
+    is_modules = ways == (nn.Module.__getattr__, object.__getattribute__)
+    return is_modules and not any(hasattr(cls, name) for name in names)
+
+
 def child(module: nn.Module, name: str) -> Any:
-    """``getattr`` of a child, where no class of the module has an attribute of its name."""
-    children = module._modules
-    return children[name] if name in children and name not in module.__dict__ else getattr(module, name)
+    """``getattr`` of a child."""
+    return _found(module, module._modules, name)
 
 
 def parameter(module: nn.Module, name: str) -> Any:
-    """``getattr`` of a parameter, as ``child``."""
-    parameters = module._parameters
-    return parameters[name] if name in parameters and name not in module.__dict__ else getattr(module, name)
+    """``getattr`` of a parameter."""
+    return _found(module, module._parameters, name)
+
+
+def _found(module: nn.Module, among: dict[str, Any], name: str) -> Any:
+    if name in among and name not in module.__dict__ and are_instances(type(module), name):  # type: ignore[arg-type]
+        return among[name]
+    return getattr(module, name)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aotops.infer import MAX_NDIM
+
 from . import replaced_calls, replaced_globals, replaced_masks
 from .known_modules import ORIGINAL
 from .replaced_forwards import FUSED, MADE_FOR, learn, operator_of, serve_of
@@ -72,7 +74,7 @@ def _of_a_layer(serve, theirs, is_fused):
     @functools.wraps(theirs)
     def forward(self, *args, **kwargs):
         x = args[0] if args and not kwargs else None
-        if isinstance(x, Tensor) and is_known(x):  # torch.fx traces the original
+        if isinstance(x, Tensor) and _is_served(self, x):  # torch.fx traces the original
             left = is_fused and x.is_cuda and is_compiling()
             result = NotImplemented if left else serve(self, *args)
             if result is not NotImplemented:
@@ -80,6 +82,13 @@ def _of_a_layer(serve, theirs, is_fused):
         return theirs(self, *args, **kwargs)
 
     return forward
+
+
+def _is_served(module: nn.Module, x: Tensor) -> bool:
+    """Whether there is an operator for the tensors of a call; the children of a module ask of their own parameters."""
+    if x.dim() > MAX_NDIM or not is_known(x):
+        return False
+    return is_compiling() or all(p is None or is_known(p) for p in module._parameters.values())
 
 
 def _of_a_model(serve, theirs):

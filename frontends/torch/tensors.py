@@ -99,17 +99,13 @@ def odd_kind(t: Any) -> str:
     return "" if t.layout == torch.strided else f"a tensor of layout {t.layout}"
 
 
-_TORCHS_OWN = "torch._subclasses", "torch.distributed"
-"""Where the classes of tensors are of which an operator is known: of traces, and those that are sharded."""
-
-
 def is_known(*tensors: Tensor) -> bool:
     """Whether an operator computes what torch's do: not of a nested, sparse or quantized tensor, nor of a class of
     others', such as a quantized weight's, which gives each of torch's operators a meaning of its own."""
     if is_plain is not None and not is_compiling() and is_plain(*tensors):
         return True
     for t in tensors:
-        if odd_kind(t) or (type(t) not in PLAIN_TYPES and not type(t).__module__.startswith(_TORCHS_OWN)):
+        if odd_kind(t) or (type(t) not in PLAIN_TYPES and not type(t).__module__.startswith(private.KNOWN_TENSORS)):
             return False
     return True
 

@@ -288,3 +288,79 @@ def test_bare_in_c_and_in_python(monkeypatch):
                 assert replaced_children.is_bare(module) is False
     module.forward = print
     assert in_c(module) is False
+
+
+# ------------------------------------------------------------------------------------------- what is the original's
+
+
+class Centered(nn.Linear):
+    """Its weight is another than its parameter."""
+
+    weight = property(lambda self: self._parameters["weight"] - self._parameters["weight"].mean(1, keepdim=True))
+
+
+class DoubledLinear(nn.Linear):
+    def __getattr__(self, name):
+        return super().__getattr__(name) * (2 if name == "weight" else 1)
+
+
+class DoubledMlp(Mlp):
+    def __getattr__(self, name):
+        found = super().__getattr__(name)
+        return (lambda x: 2 * found(x)) if name == "fc2" else found
+
+
+class DoubledNorm(LlamaNorm):
+    def __getattr__(self, name):
+        return super().__getattr__(name) * (2 if name == "weight" else 1)
+
+
+class WideNorm(LlamaNorm):
+    def __getattribute__(self, name):
+        return 0.5 if name == "variance_epsilon" else super().__getattribute__(name)
+
+
+def of_class(module, cls):
+    for m in module.modules():
+        if type(m) is cls.__base__:
+            m.__class__ = cls
+    return module
+
+
+@pytest.mark.parametrize("cls", [Centered, DoubledLinear, DoubledMlp, DoubledNorm, WideNorm])
+def test_classes_that_find_attributes_in_another_way(cls):
+    make = MODULES["Mlp"] if "Norm" not in cls.__name__ else functools.partial(LlamaNorm, 8)
+    torch.manual_seed(0)
+    theirs = of_class(make().double(), cls)
+    mine = copy.deepcopy(theirs)
+    ours.replace(mine)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(mine(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+class Packed(torch.Tensor):
+    """A weight that each of torch's functions unpacks, as a quantized one."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = [a.as_subclass(torch.Tensor) / 4 if isinstance(a, cls) else a for a in args]
+            return func(*plain, **(kwargs or {}))
+
+
+@EVERY
+def test_a_weight_of_anothers_class_is_the_originals(make):
+    theirs, mine = pair(make)
+    for module in (theirs, mine):
+        for m in module.modules():
+            if (weight := m._parameters.get("weight")) is not None:
+                m._parameters["weight"] = weight.detach().as_subclass(Packed)
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    torch.testing.assert_close(mine(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+@EVERY
+def test_tensors_of_more_axes_than_the_library_takes(make):
+    theirs, mine = pair(make)
+    x = torch.randn(*[1] * 39, 3, 8, dtype=torch.float64)
+    torch.testing.assert_close(mine(x), theirs(x), rtol=1e-6, atol=1e-6)
