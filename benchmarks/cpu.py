@@ -4,7 +4,7 @@ Forward and backward, small and large, in float32 and bfloat16, as `aotops bench
 threads reads their number when it starts, so each count has a process of its own; with `--at-once` they run at the same
 time, on cores of their own, and a count is divided into as many processes, of some of the operators each, as there are
 cores for. Writes one file of all counts as they are measured, and prints the cases in which torch is more than 5 %
-ahead.
+ahead, and the rows whose sources have changed since; with `--report`, of the file as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from aotops.bench import report
+from aotops.bench.sources import of_kernel
 from aotops.ops import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +94,12 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=[*OPS], metavar="OP", help="Default: all")
     parser.add_argument("--json", type=Path, default=RESULT, help="Default: %(default)s")
     parser.add_argument("--merge", action="store_true", help="Keep the other counts of that file")
+    parser.add_argument("--report", action="store_true", help="Measure nothing; print what that file says")
     options = parser.parse_args()
+    if options.report:
+        rows = json.loads(options.json.read_text())["rows"]
+        print(*summary(rows), *changed(rows), sep="\n")
+        return
     command = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
     earlier = json.loads(options.json.read_text()) if options.merge and options.json.exists() else None
     record: dict[str, Any] = {"rows": []}
@@ -103,7 +110,7 @@ def main() -> None:
             record = merged(earlier, found | {"command": command})
             # written while it is measured, for a run that is cut off
             report.save(record, options.json)
-    for line in [*summary(record["rows"]), *failed]:
+    for line in [*summary(record["rows"]), *changed(record["rows"]), *failed]:
         print(line)
     if failed:
         raise SystemExit(1)
@@ -221,6 +228,16 @@ def summary(rows: Sequence[Row]) -> list[str]:
         lines.append(f"{threads} threads: torch is more than 5 % ahead in {len(behind)} of {len(speeds)} cases")
         lines += [_line(speed, key, both[key]) for speed, key in behind]
     return lines
+
+
+def changed(rows: Sequence[Row]) -> list[str]:
+    """A line of the operators of which rows are older than their sources, with the number of these, and the dates."""
+    old = [row for row in rows if row["impl"] == "aotops" and row["kernel"] != of_kernel(row["op"], device="cpu")]
+    if not old:
+        return []
+    counts = ", ".join(f"{op} {n}" for op, n in Counter(row["op"] for row in old).items())
+    dates = sorted({row["date"] for row in old})
+    return [f"rows that are older than their sources, of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {counts}"]
 
 
 def _speed(found: Mapping[str, Row]) -> float:

@@ -124,7 +124,7 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
     saved = time.perf_counter()
     with report.progress(len(todo)) as advance:
         for case in todo:
-            new = [row | _origin(row, head["date"]) for row in bench.rows(case)]
+            new = [row | _origin(row, head["date"], device) for row in bench.rows(case)]
             rows += new
             advance(str(case), new)
             if time.perf_counter() - saved > SAVE_SECONDS:
@@ -135,10 +135,11 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
     yield so_far()
 
 
-def _origin(row: Row, date: str) -> Row:
+def _origin(row: Row, date: str, device: str) -> Row:
     """When a row was measured, and of what: rows of several runs are merged into one file."""
-    own = {"version": __version__, "kernel": sources.of_kernel(row["op"])} if row["impl"] == "aotops" else {}
-    return {"date": date[:10]} | own
+    if row["impl"] != "aotops":
+        return {"date": date[:10]}
+    return {"date": date[:10], "version": __version__, "kernel": sources.of_kernel(row["op"], device=device)}
 
 
 class Bench:

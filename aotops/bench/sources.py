@@ -16,26 +16,31 @@ _TOKEN = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*
 
 
 @cache
-def of_kernel(op: str, root: Path = _CHECKOUT) -> str | None:
-    """A hash of the sources of a built-in operator's CUDA kernels: its ``.cu``, the headers that it includes, and the
-    engines of which it includes a header, without comments and white space. Where there is no kernel among them, those
-    of the operators whose headers it includes. None if there are no sources, as in a wheel, or the operator has no
-    ``.cu``.
+def of_kernel(op: str, root: Path = _CHECKOUT, device: str = "cuda") -> str | None:
+    """A hash of the sources of a built-in operator's kernels on a device, without comments and white space. None if
+    there are no sources, as in a wheel, or the operator has none for the device.
+
+    For ``cuda``: its ``.cu``, the headers that it includes, and the engines of which it includes a header. Where there
+    is no kernel among them, those of the operators whose headers it includes. For ``cpu``: its ``.cpp``, the headers
+    that it includes, and the ``.cpp`` of each of these, whose functions it may call.
 
     The calling convention (``aot.h`` and the other files beside it) is left out: it is the host's, and no part of the
     time on the device.
     """
-    own = [*root.glob(f"operators/**/{op}.cu")]
-    if not own:
+    if device == "cpu":
+        files = _reached([*root.glob(f"operators/**/{op}.cpp")], root, ".cpp")
+    else:
+        files = _reached([*root.glob(f"operators/**/{op}.cu")], root)
+        if not any("__global__" in file.read_text() for file in files):
+            files = _reached([*files, *(file.with_suffix(".cu") for file in files)], root)
+    if not files:
         return None
-    files = _reached(own, root)
-    if not any("__global__" in file.read_text() for file in files):
-        files = _reached([*files, *(file.with_suffix(".cu") for file in files)], root)
     texts = sorted(map(_code, files))
     return sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 
-def _reached(files: list[Path], root: Path) -> set[Path]:
+def _reached(files: list[Path], root: Path, beside: str = "") -> set[Path]:
+    """What files include, and what is ``beside`` that: files of the same name with this ending."""
     found: set[Path] = set()
     while files:
         file = files.pop().resolve()
@@ -44,7 +49,9 @@ def _reached(files: list[Path], root: Path) -> set[Path]:
         found.add(file)
         for name in _INCLUDE.findall(file.read_text()):
             files += [file.parent / name, root / name]
-        if file.parent.name in _ENGINES:
+        if beside:
+            files.append(file.with_suffix(beside))
+        elif file.parent.name in _ENGINES:
             files += file.parent.glob("*.cu")
     return found
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from aotops.bench.sources import of_kernel
 from benchmarks import cpu
 
 RECORDS = {file.name: json.loads(file.read_text()) for file in sorted(cpu.RESULT.parent.glob("cpu*.json"))}
@@ -68,6 +69,14 @@ def test_the_summary_has_the_cases_in_which_torch_is_ahead():
         "  0.50  add forward 8 float32: 1.0 us, torch 0.5",
         "1 threads: torch is more than 5 % ahead in 0 of 1 cases",
     ]
+
+
+def test_rows_that_are_older_than_their_sources_are_told():
+    fresh = row(1) | {"kernel": of_kernel("add", device="cpu"), "date": "2001-01-03"}
+    old = [fresh | {"kernel": of_kernel("add"), "date": f"2001-01-0{day}"} for day in (2, 1)]
+    assert cpu.changed([fresh, row(1, "torch")]) == []
+    (line,) = cpu.changed([fresh, *old, row(1, "torch")])
+    assert line == "rows that are older than their sources, of 2001-01-01 to 2001-01-02: add 2"
 
 
 MEASURED = """

@@ -61,8 +61,8 @@ def tree(tmp_path):
     return shutil.copytree(CUDA_SRC, tmp_path / "cuda_src", ignore=shutil.ignore_patterns("*.cpp"))
 
 
-def hashes(tree):
-    return {op: sources.of_kernel(op, tree) for op in OPS}
+def hashes(tree, device="cuda"):
+    return {op: sources.of_kernel(op, tree, device) for op in OPS}
 
 
 def test_a_hash_is_that_of_the_code(tree):
@@ -98,5 +98,26 @@ def test_an_edit_changes_the_hashes_of_what_includes_it(tree, file, expected):
     assert {op for op in before if before[op] != after[op]} == (expected or set(before))
 
 
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("operators/swiglu.cpp", {"swiglu"}),
+        ("operators/attention.cpp", {"attention", "qkv_attention"}),
+        ("operators/norm/rms_norm.cpp", {"rms_norm"}),
+        ("operators/linear.cpp", {"linear", "linear_cross_entropy", "linear_cross_entropy_lse"}),
+        ("cpu/threads.cpp", None),  # all
+        ("cuda/softmax.cuh", set()),
+    ],
+)
+def test_an_edit_changes_the_hashes_on_the_cpu(tmp_path, file, expected):
+    tree = shutil.copytree(CUDA_SRC, tmp_path / "cuda_src")
+    before = hashes(CUDA_SRC, "cpu")
+    assert all(before.values())
+    (tree / file).write_text((tree / file).read_text() + "int more;\n")
+    after = hashes(tree, "cpu")
+    assert {op for op in before if before[op] != after[op]} == (set(before) if expected is None else expected)
+
+
 def test_there_are_no_sources_in_a_wheel(tmp_path):
     assert sources.of_kernel("gelu", tmp_path) is None
+    assert sources.of_kernel("gelu", tmp_path, "cpu") is None
