@@ -30,7 +30,7 @@ struct LocalKeys {
 
 // frontends/torch/gate.py fills this struct.
 struct GateFacts {
-  uint64_t tensor_keys[4];  // of plain tensors: CPU and CUDA, each made outside and inside of inference mode
+  uint64_t tensor_keys[4];  // of plain tensors: CPU's made outside and inside of inference mode, and CUDA's
   uint64_t autocast_keys;   // that autocast removes from the thread's excluded keys
   LocalKeys inference;      // in inference mode
   int64_t impl_offset;      // of the TensorImpl's address within a Python Tensor
@@ -71,14 +71,24 @@ class Gate {
 
   // `tensor`: a Python Tensor or Parameter, no subclass.
   bool plain_tensor(void *tensor) const {
-    const char *impl = *reinterpret_cast<char **>(static_cast<char *>(tensor) + facts_.impl_offset);
-    const uint64_t keys = *reinterpret_cast<const uint64_t *>(impl + facts_.key_offset);
+    const uint64_t keys = keys_of(tensor);
     for (uint64_t plain : facts_.tensor_keys)
       if (keys == plain) return true;
     return false;
   }
 
+  // Of a plain tensor: whether it was made in inference mode.
+  bool made_in_inference(void *tensor) const {
+    const uint64_t keys = keys_of(tensor);
+    return keys == facts_.tensor_keys[1] || keys == facts_.tensor_keys[3];
+  }
+
  private:
+  uint64_t keys_of(void *tensor) const {
+    const char *impl = *reinterpret_cast<char **>(static_cast<char *>(tensor) + facts_.impl_offset);
+    return *reinterpret_cast<const uint64_t *>(impl + facts_.key_offset);
+  }
+
   // The calling thread's; null: this torch does not export them.
   static const LocalKeys *local_keys() {
     static thread_local const LocalKeys *keys;

@@ -117,8 +117,8 @@ struct Module {
   bool wide_in_autocast;        // autocast has an x of 16 bits computed in 32
   bool reads_contiguous;        // an x that is not contiguous is the original's
   void *held_name, *held;       // an attribute of the instance that must be this object; null: none
-  int64_t last_size;            // of x's last axis, in the last call, and the int; owned
-  void *last_int;
+  int64_t last_size;            // of x's last axis, in the last call, and the int; owned. The GIL guards both: without
+  void *last_int;               // it Python's tensors are not read here (aotops/call.py)
 };
 
 // Objects that a call owns: at most one for each slot.
@@ -668,6 +668,8 @@ bool module_arguments(Module &m, void *self, void *given, void **arguments, Refs
   Ref own = PyObject_GenericGetDict(self, nullptr);
   if (!own || torch.exchange->read(given, &x)) return PyErr_Clear(), false;
   if (x.ndim < 1 || x.ndim > kMaxNdim) return false;
+  // a backward may not keep it, where it may keep what the original's operators make of it
+  if (gate.records_gradients() && gate.made_in_inference(given)) return false;
   if (m.wide_in_autocast && x.bits == 16 && !gate.plain_thread(false)) return false;
   if (m.held && PyDict_GetItemWithError(own, m.held_name) != m.held) return false;
   void *parameters = PyDict_GetItemWithError(own, parameters_name);

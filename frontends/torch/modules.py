@@ -199,6 +199,11 @@ class Conv2d(torch.nn.Conv2d):
         return F.conv2d(input, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
 
 
+def _is_number(eps: Any) -> bool:
+    """Whether it is an epsilon that torch's batch norm takes, and no bool."""
+    return type(eps) in (float, int) and eps > 0
+
+
 class _BatchNorm:
     """A module of torch.nn's batch norms on the library's kernel."""
 
@@ -212,12 +217,10 @@ class _BatchNorm:
         self._check_input_dim(input)  # type: ignore[attr-defined]
         has_mean, has_var = self.running_mean is not None, self.running_var is not None  # type: ignore[attr-defined]
         evaluates = not self.training and has_mean  # type: ignore[attr-defined]
-        is_odd = has_mean != has_var  # torch's refuses it
+        is_odd = has_mean != has_var or not _is_number(self.eps)  # type: ignore[attr-defined]  # torch's may refuse it
         # Inductor fuses torch's with its neighbours: ResNet-50's kernels of 12 ms with ours compiled take 10 so.
         if evaluates or is_odd or (input.is_cuda and torch.compiler.is_compiling()):
-            y = super().forward(input)  # type: ignore[misc]
-            y = y if residual is None else y + residual
-            return torch.relu(y) if self.activation else y
+            return self._torchs(input, residual)
         terms = input.numel() // max(1, input.shape[1])
         if terms == 1:
             shape = tuple(input.shape)
@@ -228,18 +231,26 @@ class _BatchNorm:
         else:
             y, mean, var = F.batch_norm(input, *affine, eps)
             y = y if residual is None else y + residual
-        if self.training and self.track_running_stats:  # type: ignore[attr-defined]
-            self._track(mean, var, terms)
+        if self.training and self.track_running_stats and not self._track(mean, var, terms):  # type: ignore[attr-defined]
+            return self._torchs(input, residual)
         return y
 
-    def _track(self, mean: Tensor, var: Tensor, terms: int) -> None:
-        """Running statistics as torch's: of the unbiased variance, and not of an empty batch, which is counted."""
+    def _torchs(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        y = super().forward(input)  # type: ignore[misc]
+        y = y if residual is None else y + residual
+        return torch.relu(y) if self.activation else y
+
+    def _track(self, mean: Tensor, var: Tensor, terms: int) -> bool:
+        """Running statistics as torch's: of the unbiased variance, and not of an empty batch, which is counted. False:
+        nothing was done, because torch's operators do not write to them; torch's batch norm may."""
         running_mean, running_var = self.running_mean, self.running_var  # type: ignore[attr-defined]
         batches, momentum = self.num_batches_tracked, self.momentum  # type: ignore[attr-defined]
         if running_mean is not None and running.update(
             mean, var, (running_mean, running_var, batches), momentum, terms
         ):
-            return
+            return True
+        if running_mean is not None and not running.may_write(running_mean, running_var):
+            return False
         if running_mean is not None and not running_mean.numel() == running_var.numel() == mean.numel():
             raise ValueError(f"batch_norm: x has {mean.numel()} channels, expected {running_mean.numel()}")
         share = 0.0 if momentum is None else momentum
@@ -250,6 +261,7 @@ class _BatchNorm:
             mean, var = mean.detach(), var.detach()
             running_mean.lerp_(mean.to(running_mean.dtype), share)
             running_var.mul_(1 - share).add_(var, alpha=share * terms / (terms - 1))
+        return True
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation else ""

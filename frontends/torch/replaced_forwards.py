@@ -61,7 +61,7 @@ and of what stands around it, as a sum or a conversion, which is as fast as the 
 def _layer_norm(names: Names, switch: str = "", **_: Any) -> Serve:
     def serve(self, x):
         weight, bias = self.weight, self.bias
-        if not as_it_is(x, weight, bias) or (switch and getattr(self, switch)):
+        if not as_it_is(x, weight, bias) or (switch and getattr(self, switch)) or type(self.eps) not in _NUMBERS:
             return NotImplemented
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -73,10 +73,12 @@ def _rms_norm(names: Names, torchs: Any = None, **options: Any) -> Serve:
 
 
 def _torchs_rms_norm(self, x):
-    weight = self.weight
-    if not as_it_is(x, weight) or (self.eps is None and x.element_size() == 2):
-        return NotImplemented  # torch's epsilon is x's
-    return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+    weight, eps = self.weight, self.eps
+    if not as_it_is(x, weight) or _keeps_no(x) or type(eps) not in (*_NUMBERS, type(None)):
+        return NotImplemented
+    if eps is None and x.element_size() == 2:  # torch's epsilon is x's
+        return NotImplemented
+    return F.rms_norm(x, self.normalized_shape, weight, eps)
 
 
 def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch="") -> Serve:
@@ -86,9 +88,21 @@ def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch=
             wide = weight.dtype is torch.float32 and x.element_size() == 2 and x.is_floating_point()
             if like_weight or not wide:
                 return NotImplemented
-        return F.rms_norm(x, x.shape[-1:], weight, getattr(self, eps), offset)
+        value = getattr(self, eps)
+        if _keeps_no(x) or type(value) not in _NUMBERS:
+            return NotImplemented
+        return F.rms_norm(x, x.shape[-1:], weight, value, offset)
 
     return serve
+
+
+_NUMBERS = (float, int)
+"""The types of an epsilon. A tensor may want a gradient; a bool is torch's to take or refuse."""
+
+
+def _keeps_no(x: Tensor) -> bool:
+    """Whether a backward may not keep it. Compositions of torch's operators keep what they make of it."""
+    return not is_compiling() and x.is_inference() and torch.is_grad_enabled()
 
 
 def _norm_refusal(module: Any, form: Form, names: Names) -> str:

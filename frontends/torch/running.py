@@ -32,3 +32,15 @@ def update(mean: Tensor, var: Tensor, running: tuple[Tensor, Tensor, Tensor], sh
         return False
     torch.autograd.graph.increment_version(running)
     return True
+
+
+def may_write(*running: Tensor) -> bool:
+    """Whether torch's elementwise operators write to them: not to a leaf that requires a gradient, to integers, to
+    elements that share memory, or to what was made in inference mode, outside of it."""
+    if is_compiling():
+        return True
+    may_infer = torch.is_inference_mode_enabled()
+    return all(
+        t.is_floating_point() and not t.requires_grad and (may_infer or not t.is_inference()) and 0 not in t.stride()
+        for t in running
+    )

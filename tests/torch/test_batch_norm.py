@@ -118,6 +118,50 @@ def test_statistics_of_other_channels_are_refused():
         assert not norm.num_batches_tracked
 
 
+def wants_gradient(norm):
+    norm.running_mean.requires_grad_()
+
+
+def of_inference(norm):
+    with torch.inference_mode():
+        norm.running_mean = torch.zeros(5)
+
+
+def of_one_element(norm):
+    norm.running_mean = torch.zeros(1).expand(5)
+
+
+def of_integers(norm):
+    norm.running_var = torch.ones(5, dtype=torch.int64)
+
+
+def negative_epsilon(norm):
+    norm.eps = -1.0
+
+
+def bool_epsilon(norm):
+    norm.eps = True
+
+
+UNUSUAL = (wants_gradient, of_inference, of_one_element, of_integers, negative_epsilon, bool_epsilon)
+
+
+@pytest.mark.parametrize("change", UNUSUAL)
+def test_odd_statistics_are_torchs(change):
+    """Its results, or its error, its count and what it has written by then."""
+    said = []
+    for cls in (torch.nn.BatchNorm1d, aotops.BatchNorm1d):
+        norm = cls(5)
+        change(norm)
+        try:
+            y = norm(torch.arange(15.0).view(3, 5))
+        except (RuntimeError, ValueError) as error:
+            y = str(error)
+        said.append((y, norm.running_mean, norm.running_var, norm.num_batches_tracked))
+    for one, other in zip(*said, strict=True):
+        assert one == other if isinstance(one, str) else torch.allclose(one, other)
+
+
 def test_what_is_refused():
     with pytest.raises(ValueError, match="activation is 'gelu', expected None or 'relu'"):
         aotops.BatchNorm2d(5, activation="gelu")
