@@ -14,7 +14,7 @@ from aotops.ops import BUILTIN
 from aotops.spec import check_devices
 
 from ..torch_schema import attributes, mask, overwriting_schema, schema, splitter, written
-from . import flops, inductor, overwrite, private, sharding
+from . import cached, flops, inductor, overwrite, private, sharding, signs
 from .autocast import autocast_kernel
 from .autograd import autograd_kernel
 from .gradients import composed
@@ -37,9 +37,13 @@ _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_
 @functools.cache  # which keeps the namespace: it is unregistered when it is deleted
 def _namespace(library: Library) -> torch.library.Library:
     try:
-        return torch.library.Library(library.name, "FRAGMENT" if library is BUILTIN else "DEF")
+        namespace = torch.library.Library(library.name, "FRAGMENT" if library is BUILTIN else "DEF")
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the library's name is {library.name!r}, which torch.ops has already") from error
+    if library is BUILTIN:
+        signs.register(namespace)
+        cached.register()
+    return namespace
 
 
 def register(ops: Iterable[Op]) -> None:

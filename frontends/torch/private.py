@@ -97,6 +97,11 @@ queue_callback = _required("autograd.Variable._execution_engine.queue_callback")
 
 LOWERING, DECOMPOSITION, IR = "torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.ir"
 JOINT_GRAPH, PATTERNS = "torch._inductor.fx_passes.joint_graph", "torch._inductor.pattern_matcher"
+FIRST_PASS = "canonicalize_aten_ir_passes"
+"""The function by which Inductor edits a joint graph before it does anything else. Without it compiled code reads a
+negated view without its sign."""
+CODE_CACHE, KEY_DETAILS = "torch._inductor.codecache", "FxGraphHashDetails"
+"""The class whose attributes are the key of compiled code, in the cache of graphs and in autograd's."""
 FLOP_COUNTER, DTENSOR = "torch.utils.flop_counter", "torch.distributed.tensor"
 KNOWN_TENSORS = "torch._subclasses", "torch.distributed"
 """Where the classes of tensors are of which an operator is known: of traces, and those that are sharded."""

@@ -83,11 +83,34 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_call_means_what_the_dispatchers_does(name, is_compiled):
     """Transforms, modes and views mean the same to what is bound, and to compiled code that ran before without them."""
+    torch._dynamo.reset()  # which gives up after eight kinds of arguments
     x, run = torch.randn(3, 4, 6), compiled.bound("aotops", "softmax", (-1,), ("y",))
     if is_compiled:
         run = torch.compile(lambda x: ours.softmax(x))
         torch.testing.assert_close(run(x), _torchs(x))
     torch.testing.assert_close(TRANSFORMS[name](run)(x), TRANSFORMS[name](_torchs)(x))
+
+
+GRAPHS = {
+    "a kernel": (torch._neg_view, lambda x: ours.softmax(x)),
+    "a decomposed operator": (torch._neg_view, lambda x: ours.gelu(x)),
+    "a view": (lambda x: torch.complex(x, -x).conj().imag, lambda x: ours.softmax(x[:, 1:].transpose(0, 1))),
+    "negated again": (lambda x: torch._neg_view(x.mT), lambda x: ours.softmax(torch._neg_view(x))),
+}
+
+
+@pytest.mark.parametrize(("negated", "function"), GRAPHS.values(), ids=GRAPHS)
+def test_an_input_is_read_with_its_sign(negated, function):
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    x = negated(torch.randn(5, 3, 6)).detach().requires_grad_()
+    assert x.is_neg()
+    with config.patch(force_disable_caches=True):
+        results = [(y, *torch.autograd.grad(y.square().sum(), x)) for y in (torch.compile(function)(x), function(x))]
+    torch._dynamo.reset()
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_tensors_without_values_and_subclasses_are_the_dispatchers():
@@ -283,3 +306,28 @@ def test_prototypes_have_no_memory():
     """A CUDA graph's pool must hold no tensors but the graph's."""
     made = tensors.prototypes(BY_NAME["softmax"], (-1,), torch.randn(3, 4))
     assert all(t is None or t.untyped_storage().nbytes() == 0 for t in made)
+
+
+CACHED = """
+import torch
+from torch._dynamo.utils import counters
+from aotops.frontends import torch as ours
+from aotops.frontends.torch import cached
+cached._of_package = {version}
+torch.compile(lambda x: ours.softmax(x))(torch.ones(3, 5))
+print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_cached_code_is_that_of_the_version(python, tmp_path, monkeypatch):
+    """The caches on disk are asked for the code of this version alone: autograd's, and that of graphs, which is asked
+    where autograd's has none."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", raising=False)
+
+    def hits(version="cached._of_package"):
+        return python(CACHED.format(version=version)).split()
+
+    assert hits() == ["0", "0"]
+    assert int(hits()[0]) > 0
+    assert hits("lambda: 'another'") == ["0", "0"]
