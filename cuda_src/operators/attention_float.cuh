@@ -272,6 +272,47 @@ __device__ inline void store_float_sums(const MmaSums<kM, Shape::kDim> &sums, He
     }
 }
 
+// A warp's tile of 16 keys by queries, in a pass over keys. Scores of products become probabilities. What another warp
+// multiplies by dp - delta goes to `weights`: probabilities times the derivatives of scores. lse: of queries 2 t and
+// on. query, key: of this lane's first score, which are before these ends.
+template <int kQueries>
+__device__ inline void weigh_pass(MmaSums<1, kQueries> &s, float *weights, const FloatScores &scores, const float *lse,
+                                  const uint32_t (&bits)[1], int query, int queries, int key, int keys) {
+  if (!scores.plain)
+    add_to_scores<1, kQueries>(s, nullptr, [&](int, int n, int half, int e, float &score) {
+      weights[(4 * n + 2 * half + e) * 32] = scores.complete(score, query + 2 * n + e, queries, key + 8 * half, keys);
+      return 0.f;
+    });
+  const float scale = scores.plain ? scores.scale : 1;
+#pragma unroll
+  for (int n = 0; n < kQueries / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float of_row = lse[8 * n + e] * static_cast<float>(kLog2E);
+      const float below = of_row == -kInfinity ? kInfinity : of_row;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float &score = s[0][n][2 * half + e];
+        const bool present = bits[0] & 1u << (16 * half + 2 * n + e);
+        score = score == -kInfinity || !present ? 0 : probability(score * scale - below);
+      }
+    }
+  for_scores<1, kQueries>([&](int i, int n, int half, int e, uint32_t) {
+    const float p = s[i][n][2 * half + e];
+    float &weight = weights[(4 * n + 2 * half + e) * 32];
+    weight = scores.plain || p == 0 ? p : p * weight;  // the slope may be NaN
+  });
+}
+
+// In that other warp ds, without scale, from its products dp.
+template <int kQueries>
+__device__ inline void weigh_products(MmaSums<1, kQueries> &dp, const float *weights, const float *delta) {
+  for_scores<1, kQueries>([&](int i, int n, int half, int e, uint32_t) {
+    const float weight = weights[(4 * n + 2 * half + e) * 32];
+    dp[i][n][2 * half + e] = weight == 0 ? 0 : weight * (dp[i][n][2 * half + e] - delta[8 * n + e]);
+  });
+}
+
 // ---------------------------------------------------------------------------------------------------------------- y
 
 template <class Shape>

@@ -204,41 +204,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_flo
     float *const weights = reinterpret_cast<float *>(shared + Shape::kDs) + group * (kQueries * 16) + lane;
     if (met) add_float_rows<Shape, kQueries>(s, second ? v_tile : k_tile, warp_row, second ? dy_tile : q_tile);
     pass_on();  // what the step before has added is likely there
-    if (met && !second) {
-      if (!scores.plain)
-        add_to_scores<1, kQueries>(s, nullptr, [&](int, int n, int half, int e, float &score) {
-          weights[(4 * n + 2 * half + e) * 32] =
-              scores.complete(score, query_tile * kQueries + t * kEach + 2 * n + e, queries,
-                              tile.begin + warp_row + 8 * half + g, tile.last);
-          return 0.f;
-        });
-      const float scale = scores.plain ? scores.scale : 1;
-#pragma unroll
-      for (int n = 0; n < kQueries / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float of_row = lse[8 * n + e] * static_cast<float>(kLog2E);
-          const float below = of_row == -kInfinity ? kInfinity : of_row;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float &score = s[0][n][2 * half + e];
-            const bool present = bits[0] & 1u << (16 * half + 2 * n + e);
-            score = score == -kInfinity || !present ? 0 : probability(score * scale - below);
-          }
-        }
-    }
     if (met && !second)
-      for_scores<1, kQueries>([&](int i, int n, int half, int e, uint32_t) {
-        const float p = s[i][n][2 * half + e];
-        float &weight = weights[(4 * n + 2 * half + e) * 32];
-        weight = scores.plain || p == 0 ? p : p * weight;  // the slope may be NaN
-      });
+      weigh_pass<kQueries>(s, weights, scores, lse, bits, query_tile * kQueries + t * kEach, queries,
+                           tile.begin + warp_row + g, tile.last);
     __syncthreads();
     if (met && second) {
-      for_scores<1, kQueries>([&](int i, int n, int half, int e, uint32_t) {
-        const float weight = weights[(4 * n + 2 * half + e) * 32];
-        s[i][n][2 * half + e] = weight == 0 ? 0 : weight * (s[i][n][2 * half + e] - delta[8 * n + e]);
-      });
+      weigh_products<kQueries>(s, weights, delta);
       __syncwarp();  // ds takes the place of weights
     }
     // Left factors of dq as its warps' lanes have them: pieces of four, of 16 queries and 8 keys.
