@@ -30,9 +30,12 @@ Status run_chunks(const char *op, PagedInputs<T> x, T *y, bool *combined, void *
   if constexpr (sizeof(T) == 2) {
     if (paged_mma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums) && limits.major >= 8) {
       if (alone) x.y = y, *combined = true;
+      const int64_t blocks = bounded_product(bounded_product(x.z.batch, x.z.kv_heads), x.z.chunks);
       return dispatch_paged(x.z, [&](auto shape) {
         using Shape = decltype(shape);
         static_assert(Shape::kBytes <= kMmaShared, "a block's shared memory");
+        // With three blocks on a multiprocessor more in flight is slower.
+        x.ahead = blocks <= 2 * int64_t{limits.multiprocessors} || limits.shared_memory < 3 * Shape::kBytes;
         return launch_chunks(op, paged_attention_mma_kernel<T, Shape>, Shape::kRows, Shape::kThreads, Shape::kBytes, 1,
                              x, stream);
       });
@@ -60,9 +63,17 @@ Status paged_attention_cuda(const PagedAttention &op, const Tensor *in, const Te
     const PagedSizes z = op.sizes(q, k, v, table);
     const int64_t rows = z.chunks * z.all_rows();
     A *const sums = out[op.kWork].as<A>(), *const most = sums + rows * z.v_dim;
-    const PagedInputs<T> x{
-        q.as<const T>(), k.as<const T>(), v.as<const T>(), Integers(lengths), Integers(table), z, sums, most,
-        most + rows,     nullptr};
+    const PagedInputs<T> x{q.as<const T>(),
+                           k.as<const T>(),
+                           v.as<const T>(),
+                           Integers(lengths),
+                           Integers(table),
+                           z,
+                           sums,
+                           most,
+                           most + rows,
+                           nullptr,
+                           false};
     bool combined = false;
     AOT_TRY(run_chunks(op.name, x, out[op.kY].as<T>(), &combined, stream));
     if (combined) return kOk;

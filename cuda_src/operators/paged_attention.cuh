@@ -37,7 +37,8 @@ struct PagedInputs {
   Integers lengths, table;
   PagedSizes z;
   A *sums, *most, *total;
-  T *y;  // where a kernel whose chunk is all of an example stores; else null
+  T *y;        // where a kernel whose chunk is all of an example stores; else null
+  bool ahead;  // whether warps wait with two steps of copies in flight, and not with one
 
   __device__ int64_t length(int64_t b) const { return length_of(lengths, z, b); }
   // The row of the cache that a key is; -1 if its block is none of the cache.
@@ -105,18 +106,20 @@ class PagedLookUp {
   __device__ bool within() const { return key_ >= begin_ && key_ < end_ && lane_index() < kKeys; }
 
   __device__ void look_up() {
-    block_ = example_;
-    if (x_.z.table && within()) block_ = x_.table[blocks_ + key_ / static_cast<int>(x_.z.block_size)];
+    block_ = example_, at_ = key_;
+    if (!x_.z.table || !within()) return;
+    const int size = static_cast<int>(x_.z.block_size), of = key_ / size;
+    block_ = x_.table[blocks_ + of], at_ -= of * size;
   }
   __device__ int row() {
     if (!within()) return -1;
     if (block_ < 0 || block_ >= x_.z.blocks) return missed_ = true, -1;
-    const int size = static_cast<int>(x_.z.block_size);
-    return static_cast<int>(block_) * size + (x_.z.table ? key_ % size : key_);
+    return static_cast<int>(block_) * static_cast<int>(x_.z.block_size) + at_;
   }
 
   const PagedInputs<T> &x_;
   int begin_, end_, key_;
+  int at_;         // this key's in its block
   int64_t block_;  // as it was read: a comparison would wait for it
   int64_t blocks_;
   int example_;

@@ -47,6 +47,10 @@ struct PagedSizes {
     return (b * queries + r / group()) * heads + h * group() + r % group();
   }
 
+  // Whether tensor cores' kernel takes the head_dims, and one product has all rows of a head.
+  AOT_PAGED_BOTH bool has_pieces() const { return dim <= 256 && v_dim <= 256 && dim % 8 == 0 && v_dim % 8 == 0; }
+  AOT_PAGED_BOTH bool has_few_rows() const { return rows() <= 16; }
+
   // The keys that a query sees, of an example with `length` keys.
   AOT_PAGED_BOTH KeyRange seen(int64_t query, int64_t length) const {
     const int64_t at = length - queries + query, first = at - window;

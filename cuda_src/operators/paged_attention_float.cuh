@@ -116,10 +116,11 @@ __global__ void __launch_bounds__(128, kPagedResident) paged_attention_float_ker
   for (float &m : most) m = minus_infinity<float>();
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    wait_copies<kStages - 2>();
-    __syncwarp();
+    __syncwarp();  // the warp has read the stage that is filled while it waits for the next one
     if (step + kStages - 1 < steps) fetch(step + kStages - 1);
     commit_copies();
+    wait_copies<kStages - 1>();
+    __syncwarp();
 
     const float *const stage = stage_of(step);
     float scores[kRows] = {}, score[kMine];

@@ -26,7 +26,8 @@ struct PagedShape {
   static_assert(kShared || kWarps * 16 * (kDim + 2) * 4 <= kBytes, "the results of warps take the place of stages");
 };
 
-// Copies of a chunk's keys and values.
+// Copies of a chunk's keys and values. A copy's addresses are a product and two constants: a warp has no other copies
+// under way while it finds them.
 template <typename T, class Shape>
 class PagedKeys : public PagedLookUp<T, Shape::kKeys, Shape::kStep> {
  public:
@@ -34,30 +35,34 @@ class PagedKeys : public PagedLookUp<T, Shape::kKeys, Shape::kStep> {
 
   __device__ PagedKeys(const PagedInputs<T> &x, const PagedTile &tile, KeyRange seen)
       : PagedLookUp<T, Shape::kKeys, Shape::kStep>(x, tile, seen),
-        x_(x),
-        k_(x.k + tile.h * x.z.dim + lane_index() % kPieces * 8),
-        v_(x.v + tile.h * x.z.v_dim + lane_index() % kPieces * 8) {}
+        k_(reinterpret_cast<const char *>(x.k + tile.h * x.z.dim + piece() * 8)),
+        v_(reinterpret_cast<const char *>(x.v + tile.h * x.z.v_dim + piece() * 8)),
+        k_stride_(static_cast<uint32_t>(x.z.kv_heads * x.z.dim * sizeof(T))),
+        v_stride_(static_cast<uint32_t>(x.z.kv_heads * x.z.v_dim * sizeof(T))),
+        to_(piece_address<Shape::kDim>(0, lane_index() / kPieces, piece())),
+        of_k_(piece() * 8 < x.z.dim),
+        of_v_(piece() * 8 < x.z.v_dim) {}
 
   // Starts to copy this warp's part of the next step.
   __device__ void fetch(uint32_t part) {
-    const PagedSizes &z = x_.z;
-    const int row = this->next(), lane = lane_index(), piece = lane % kPieces;
-    const int k_stride = static_cast<int>(z.kv_heads * z.dim), v_stride = static_cast<int>(z.kv_heads * z.v_dim);
-    const bool of_k = piece * 8 < z.dim, of_v = piece * 8 < z.v_dim;
+    static_assert(Shape::kDim % 64 == 0, "piece_address mixes with the lowest bits of a row");
+    const int row = this->next();
 #pragma unroll
     for (int i = 0; i < Shape::kKeys; i += kAtOnce) {
-      const int j = i + lane / kPieces, from = __shfl_sync(~0u, row, j);
-      const bool present = from >= 0;
-      copy_async(piece_address<Shape::kDim>(part, j, piece), present && of_k ? k_ + int64_t{from} * k_stride : x_.k,
-                 present && of_k);
-      copy_async(piece_address<Shape::kDim>(part + Shape::kTile, j, piece),
-                 present && of_v ? v_ + int64_t{from} * v_stride : x_.v, present && of_v);
+      const int from = __shfl_sync(~0u, row, i + lane_index() / kPieces);
+      const uint32_t to = ((part + to_) ^ i % 8 * 16) + i * Shape::kDim * 2, present = from < 0 ? 0 : from;
+      copy_async(to, k_ + uint64_t{present} * k_stride_, from >= 0 && of_k_);
+      copy_async(to + Shape::kTile, v_ + uint64_t{present} * v_stride_, from >= 0 && of_v_);
     }
   }
 
  private:
-  const PagedInputs<T> &x_;
-  const T *k_, *v_;
+  static __device__ int piece() { return lane_index() % kPieces; }
+
+  const char *k_, *v_;            // this lane's piece of the head's first row
+  uint32_t k_stride_, v_stride_;  // bytes
+  uint32_t to_;                   // of the first row that this lane copies, from a part's begin
+  bool of_k_, of_v_;
 };
 
 // Rows of q as the left factor of products, from global memory.
@@ -110,21 +115,26 @@ class PagedRows {
     MmaSums<1, kKeys> s = {};
     multiply(s, part);
     const bool whole = key >= whole_.x && key + kKeys <= whole_.y;
+    // A condition for all scores, and not one for each.
+    const auto each = [&](auto f) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(s[0][n][e], e / 2, key + 8 * n + lane_index() % 4 * 2 + e % 2);
+    };
+    if (inner_ == 0) each([&](float &score, int, int) { score *= scale_; });
+    else each([&](float &score, int, int) { score = cap_ * MmaScores::tangent(score * inner_); });
+    if (!whole)
+      each([&](float &score, int half, int at) {
+        if (at < seen_[half].x || at >= seen_[half].y) score = -kInfinity;
+      });
     bool grown = false;
     float shrink[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float block = -kInfinity;
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float &score = s[0][n][2 * half + e];
-          score = inner_ == 0 ? score * scale_ : cap_ * MmaScores::tangent(score * inner_);
-          const int at = key + 8 * n + lane_index() % 4 * 2 + e;
-          if (!whole && (at < seen_[half].x || at >= seen_[half].y)) score = -kInfinity;
-          block = fmaxf(block, score);
-        }
+      for (int n = 0; n < kKeys / 8; ++n) block = fmaxf(block, fmaxf(s[0][n][2 * half], s[0][n][2 * half + 1]));
       block = fmaxf(block, __shfl_xor_sync(~0u, block, 1));
       block = fmaxf(block, __shfl_xor_sync(~0u, block, 2));
       const float before = most[half], now = fmaxf(before, block), base = now == -kInfinity ? 0 : now;
@@ -270,11 +280,13 @@ __global__ void __launch_bounds__(Shape::kThreads, kPagedResident) paged_attenti
   const bool busy = row < z.rows();
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    wait_copies<kStages - 2>();
+    // A stage of a warp's own is free as soon as the warp has read it, and is filled while it waits for the next one.
+    if (Shape::kShared || !x.ahead) wait_copies<kStages - 2>();
     if constexpr (Shape::kShared) __syncthreads();
     else __syncwarp();
     if (step + kStages - 1 < steps) keys.fetch(part(step + kStages - 1, warp_index()));
     commit_copies();
+    if constexpr (!Shape::kShared) wait_copies<kStages - 1>(), __syncwarp();
     const int key = first + step * Shape::kStep;
     if constexpr (Shape::kShared) {
 #pragma unroll 1
@@ -302,15 +314,13 @@ __global__ void __launch_bounds__(Shape::kThreads, kPagedResident) paged_attenti
 // ------------------------------------------------------------------------------------------------------- launchers
 
 // Whether the kernel takes a call whose tensors are aligned.
-inline bool paged_mma_takes(const PagedSizes &z) {
-  return paged_indices_fit(z) && z.dim <= 256 && z.v_dim <= 256 && z.dim % 8 == 0 && z.v_dim % 8 == 0;
-}
+inline bool paged_mma_takes(const PagedSizes &z) { return paged_indices_fit(z) && z.has_pieces(); }
 
 // f(PagedShape) for the head_dim that q, k and v are padded to.
 template <class F>
 Status dispatch_paged(const PagedSizes &z, F f) {
   const int64_t dim = std::max(z.dim, z.v_dim);
-  const auto of = [&](auto alone, auto shared) { return z.rows() <= 16 ? f(alone) : f(shared); };
+  const auto of = [&](auto alone, auto shared) { return z.has_few_rows() ? f(alone) : f(shared); };
   return dim <= 64    ? of(PagedShape<64, 4, 32, false>(), PagedShape<64, 4, 32, true>())
          : dim <= 128 ? of(PagedShape<128, 4, 16, false>(), PagedShape<128, 4, 16, true>())
                       : of(PagedShape<256, 2, 16, false>(), PagedShape<256, 2, 16, true>());
