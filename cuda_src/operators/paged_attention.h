@@ -93,13 +93,23 @@ inline int64_t chunks_in_waves(int64_t heads, int64_t keys) {
   return best;
 }
 
+// Whether one chunk of an example is faster than several and the kernel that combines them, in 16 bits: so many blocks
+// read at the full rate of memory. A block takes up to 12 us, so that one long example among short ones costs no more
+// than that kernel and the blocks' starts.
+inline bool one_chunk_pays(const PagedSizes &z, int64_t heads, int64_t keys) {
+  constexpr int64_t kFewest = 96, kMost = 132 * kPagedResident, kMostBytes = 512 << 10;
+  return z.has_pieces() && z.has_few_rows() && heads >= kFewest && heads <= kMost &&
+         bounded_product(keys, z.dim + z.v_dim) <= kMostBytes / 2;
+}
+
 // Blocks of threads have at most 64 rows of a head.
-inline void choose_chunks(PagedSizes &z) {
+inline void choose_chunks(PagedSizes &z, DType dtype) {
   constexpr int64_t kTasks = 64;  // on a CPU
   const int64_t tiles = bounded_product(bounded_product(z.batch, z.kv_heads), (z.rows() + 63) / 64);
   const int64_t heads = std::max<int64_t>(tiles, 1), seen = std::min(z.max_keys(), z.window + z.queries);
   const int64_t keys = std::max<int64_t>(seen, 1), most = (keys + z.kFewestKeys - 1) / z.kFewestKeys;
   z.chunks = std::min(kIsCuda ? chunks_in_waves(heads, keys) : (kTasks + heads - 1) / heads, most);
+  if (kIsCuda && is_16_bits(dtype) && one_chunk_pays(z, heads, keys)) z.chunks = 1;
 }
 
 struct PagedAttention {
@@ -151,7 +161,7 @@ struct PagedAttention {
     z.window = std::min(window, kMostElements);
     z.scale = scale.given ? scale.value : 1 / std::sqrt(static_cast<double>(z.dim));
     z.softcap = softcap;
-    choose_chunks(z);
+    choose_chunks(z, q.dtype);
     return z;
   }
 

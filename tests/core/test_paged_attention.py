@@ -167,3 +167,24 @@ def test_one_chunk_is_one_kernel(queries, group, dtype):
     assert (y[2] == 0).all()
     assert y[3].isnan().all()
     assert y[:3].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_heads_of_few_keys_are_one_kernel(dtype):
+    """96 heads of k keep a GPU's memory busy: keys that would be several chunks are one."""
+    q = _heads(48, 1, 4, 64, device="cuda", dtype=dtype)
+    k, v = (_heads(48, 1000, 2, 64, seed=i, device="cuda", dtype=dtype) for i in (1, 2))
+    lengths = torch.arange(0, 1001, 21, device="cuda")[:48]
+    k_cache, v_cache, table = _paged(k, v, 16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        y = ours.paged_attention(q, k_cache, v_cache, lengths, table)
+        torch.cuda.synchronize()
+    if not profile.events():
+        pytest.skip("the profiler finds nothing")
+    names = [event.name for event in profile.events() if "paged_attention" in event.name]
+    assert len(names) == 1, names
+    wide = ours.paged_attention(*(x.double() for x in (q, k, v)), lengths)
+    torch.testing.assert_close(y.double(), wide, rtol=0.02, atol=0.02)
+    assert torch.equal(y, ours.paged_attention(q, k, v, lengths))
