@@ -40,7 +40,7 @@ def of_kernel(op: str, root: Path = _CHECKOUT, device: str = "cuda") -> str | No
 
 
 def _reached(files: list[Path], root: Path, beside: str = "") -> set[Path]:
-    """What files include, and what is ``beside`` that: files of the same name with this ending."""
+    """The files, what they include, and what is ``beside`` that: files of the same name with this ending."""
     found: set[Path] = set()
     while files:
         file = files.pop().resolve()

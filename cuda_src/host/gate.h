@@ -77,7 +77,7 @@ class Gate {
     return false;
   }
 
-  // Of a plain tensor: whether it was made in inference mode.
+  // Whether a plain tensor was made in inference mode.
   bool made_in_inference(void *tensor) const {
     const uint64_t keys = keys_of(tensor);
     return keys == facts_.tensor_keys[1] || keys == facts_.tensor_keys[3];

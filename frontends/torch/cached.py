@@ -44,7 +44,7 @@ def _add_version() -> None:
 
 
 def version() -> str:
-    """Of the package, and a hash of its sources and of those that define the other libraries' operators."""
+    """The version of the package, and hashes of its sources and of those that define other libraries' operators."""
     return f"{aotops.__version__} {_of_package()} {_hash(sorted(_definitions(dispatched)))}"
 
 
