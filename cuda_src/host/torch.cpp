@@ -116,6 +116,7 @@ struct Module {
   bool widens;                  // 32-bit parameters serve an x of 16 bits; else their dtype is x's
   bool wide_in_autocast;        // autocast has an x of 16 bits computed in 32
   bool reads_contiguous;        // an x that is not contiguous is the original's
+  int64_t elements, rows;       // in training an x on a GPU with fewer of both is the original's
   void *held_name, *held;       // an attribute of the instance that must be this object; null: none
   int64_t last_size;            // of x's last axis, in the last call, and the int; owned. The GIL guards both: without
   void *last_int;               // it Python's tensors are not read here (aotops/call.py)
@@ -698,12 +699,24 @@ bool module_arguments(Module &m, void *self, void *given, void **arguments, Refs
   return true;
 }
 
-// Whether the original's forward serves a call without further questions.
+bool is_in_training(void *module) {
+  static void *const training = PyUnicode_InternFromString("training"), *const yes = PyBool_FromLong(1);
+  Ref own = PyObject_GenericGetDict(module, nullptr);
+  if (!own) return PyErr_Clear(), false;
+  return PyDict_GetItemWithError(own, training) == yes;
+}
+
+// Whether the original's forward serves a call without further questions. What decides is the same with and without a
+// gradient recorded: a checkpoint computes a forward twice.
 bool is_originals(const Module &m, void *self, void *given) {
   DLTensor x;
-  if (!m.reads_contiguous || type_of(self) != m.type || !is_plain(given)) return false;
+  if (!(m.reads_contiguous || m.elements) || type_of(self) != m.type || !is_plain(given)) return false;
   if (torch.exchange->read(given, &x)) return PyErr_Clear(), false;
-  return !Layout(x).contiguous;
+  const Layout layout(x);
+  if (m.reads_contiguous && !layout.contiguous) return true;
+  if (x.device_type != kDLCuda || layout.size >= m.elements) return false;
+  const int64_t columns = x.ndim ? std::max<int64_t>(x.shape[x.ndim - 1], 1) : 1;
+  return layout.size / columns < m.rows && is_in_training(self);
 }
 
 // None: the call is left to Python; False: to the original's forward. Null: Python's error is set.
@@ -779,7 +792,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 12" +
+      "version 13" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -792,8 +805,8 @@ AOT_API const char *aot_torch_structs() {
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
                    constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
-      AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, held_name, held,
-                   last_size, last_int);
+      AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, elements, rows,
+                   held_name, held, last_size, last_int);
   return text.c_str();
 }
 

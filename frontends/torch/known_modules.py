@@ -129,15 +129,15 @@ def _timm_layer_norm(self, x):
 
 
 # --------------------------------------------------------------------------------------------------------- activations
-# ``widened``: autocast on CUDA computes it in float32, because of pow.
+# ``widened``: autocast on CUDA computes it in float32, because of pow. ``composed``: the original is many kernels.
 
 
-@_form("gelu", activation="gelu_tanh", widened=True)
+@_form("gelu", activation="gelu_tanh", widened=True, composed=True)
 def _new_gelu(self, x):
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-@_form("gelu", activation="gelu_tanh")
+@_form("gelu", activation="gelu_tanh", composed=True)
 def _fast_gelu(self, x):
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 

@@ -35,6 +35,12 @@ Source = tuple[str, Any]
 """Where an argument comes from, and its name there, or a constant (``Module`` in cuda_src/host/torch.cpp)."""
 X, LAST_SIZE = ("x", None), ("n", None)
 
+LARGE_NORM = {"elements": 1 << 20, "rows": 1 << 10}
+LARGE_GELU = {"elements": 1 << 23, "rows": 1 << 23}
+"""Sizes of an x on a GPU. From one of them on a module in training is served in eager mode, where torch's operator is
+one kernel. For a smaller x the library's kernels save less than its node, of ``autograd.Function``, costs the host
+(docs/lab_notes.md)."""
+
 
 def call_of(original: type, form: Form, names: Names) -> Call | None:
     """The call of a module whose class is made of ``original``; None if Python serves it."""
@@ -74,7 +80,7 @@ def _layer_norm(names: Names, switch: str = "", **_: Any) -> _Sources:
     affine: dict[str, Source] = {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}
     held = {"held_name": switch, "held": False} if switch else {}
     sources = {"normalized_shape": ("a", "normalized_shape"), "eps": ("a", "eps")}
-    return affine | sources, {"wide_in_autocast": True, **held}
+    return affine | sources, {"wide_in_autocast": True, **LARGE_NORM, **held}
 
 
 def _rms_norm(
@@ -83,15 +89,19 @@ def _rms_norm(
     weight: dict[str, Source] = {"weight": ("p", "weight")} if weighted else {}
     if torchs:
         sources = {"normalized_shape": ("a", "normalized_shape"), "eps": ("a", "eps")}
-        return {"x": X, **weight, **sources}, {"wide_in_autocast": True}
+        return {"x": X, **weight, **sources}, {"wide_in_autocast": True, **LARGE_NORM}
     if switch:
         return None
     others: dict[str, Source] = {"normalized_shape": LAST_SIZE, "eps": ("a", names["EPS"])}
     return {"x": X, **weight, **others, "weight_offset": ("c", offset)}, {"widens": not like_weight}
 
 
-def _gelu(names: Names, widened=False, activation: str = "", torchs: Any = None, **_: Any) -> _Sources:
-    options = {"reads_contiguous": True, "wide_in_autocast": widened}
+def _gelu(names: Names, widened=False, composed=False, activation="", torchs: Any = None, **_: Any) -> _Sources:
+    options: dict[str, Any] = {
+        "reads_contiguous": True,
+        "wide_in_autocast": widened,
+        **({} if composed else LARGE_GELU),
+    }
     if torchs:
         return {"x": X, "approximate": ("a", "approximate")}, options
     if "FUNCTION" in names:

@@ -69,8 +69,8 @@ class Module(Structure):
     _fields_ = [
         ("function", c_void_p), ("type", c_void_p), ("sources", c_char * _Parameters),
         ("values", c_void_p * _Parameters), ("widens", c_bool), ("wide_in_autocast", c_bool),
-        ("reads_contiguous", c_bool), ("held_name", c_void_p), ("held", c_void_p), ("last_size", c_int64),
-        ("last_int", c_void_p),
+        ("reads_contiguous", c_bool), ("elements", c_int64), ("rows", c_int64), ("held_name", c_void_p),
+        ("held", c_void_p), ("last_size", c_int64), ("last_int", c_void_p),
     ]  # fmt: skip
 
 

@@ -12,10 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 from torch.nn.utils import parametrize, prune  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch import replaced_children  # noqa: E402
+from aotops.frontends.torch import replaced_calls, replaced_children, replaced_forwards  # noqa: E402
 from aotops.frontends.torch.tensors import READS_TENSORS  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -133,9 +134,49 @@ def test_modes(make, where):
     # a float32 bias has the gradient of a product of bfloat16, which is rounded to that
     for view in (lambda x: x, lambda x: x.bfloat16()):
         alike(view, mode=lambda: torch.autocast(where, torch.bfloat16), computed=torch.bfloat16)
+    mine.eval()  # small ones in training are the original's on a GPU
     with torch.profiler.profile() as profile:
         alike()
     assert any(event.name.startswith("aotops::") for event in profile.events())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize(
+    ("make", "limits", "theirs"),
+    [
+        (nn.LayerNorm, replaced_calls.LARGE_NORM, "NativeLayerNormBackward0"),
+        (lambda n: nn.GELU(), replaced_calls.LARGE_GELU, "GeluBackward0"),
+        (LlamaNorm, {"elements": 1024, "rows": 128}, None),
+    ],
+)
+def test_small_calls_in_training_on_a_gpu_are_the_originals(make, limits, theirs):
+    rows, elements = limits["rows"], limits["elements"]
+    few = min(rows, elements // 8) - 1
+    for shape in ((few, 8), (rows, 8), (elements // 16, 16), (2, elements // 2)):
+        _, mine = pair(lambda n=shape[1]: make(n), "cuda", torch.float32)
+        x = torch.randn(shape, device="cuda", requires_grad=True)
+        for training in (True, False):
+            small = shape[0] == few and training
+            assert (mine.train(training)(x).grad_fn.name() == theirs) is bool(theirs and small)
+
+
+@plain_calls
+def test_what_many_kernels_compute_is_served_at_any_size():
+    """Small calls in training are torch's on a GPU where it has one kernel for them."""
+
+    class Gelu(nn.Module):
+        def forward(self, x):
+            return F.gelu(x, approximate="tanh")
+
+    class FastGelu(nn.Module):
+        def forward(self, x):
+            return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+    kinds = (nn.LayerNorm, nn.RMSNorm, nn.GELU, Gelu, FastGelu, LlamaNorm)
+    found = [replaced_calls.call_of(kind, *replaced_forwards.learn(kind)).struct for kind in kinds]
+    norm, gelu = (tuple(limits.values()) for limits in (replaced_calls.LARGE_NORM, replaced_calls.LARGE_GELU))
+    assert [(struct.elements, struct.rows) for struct in found] == [norm, norm, gelu, gelu, (0, 0), (0, 0)]
 
 
 @EVERY
