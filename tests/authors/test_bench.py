@@ -286,6 +286,17 @@ def test_on_a_cpu_long_calls_have_few_inputs(monkeypatch):
     assert called == [1] * 6 + ["inputs 14", "inputs 15"]
 
 
+def test_on_a_cpu_numbers_repeat_and_rows_differ():
+    """To draw all of them takes longer than the turns do."""
+    torch = pytest.importorskip("torch")
+    tensor = FRAMEWORKS["torch"]("cpu").normal((100, 2048), "float32", 0.5)
+    assert tensor.requires_grad
+    assert abs(tensor.std().item() - 0.5) < 0.01
+    assert len(torch.unique(tensor.detach(), dim=0)) == 100
+    assert len(torch.unique(tensor.detach())) < tensor.numel() / 2
+    assert FRAMEWORKS["torch"]("cpu").normal((3, 0), "bfloat16", 1.0).shape == (3, 0)
+
+
 def test_a_busy_machine_is_told(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     result = _result("aotops", 3.0)
