@@ -218,7 +218,10 @@ struct Block {
   // Panels that fit a thread's second-level cache: of A (kPanelRows, kDepth), of B (kDepth, kPanelCols).
   static constexpr int kDepth = 256, kPanelRows = 240, kPanelCols = 480;
   // A tile whose sums are in C may have the rows of several panels of A, which share one of B.
-  static constexpr int kTallRows = 5 * kPanelRows, kTallCols = 512;
+  static constexpr int kTallRows = 5 * kPanelRows, kTallCols = k32Registers ? 64 * kLanesA : 512;
+  // From so many columns on all of a tile's are multiplied by a strip of A before the next one: it stays in the
+  // first-level cache while B passes, and blocks of c are side by side.
+  static constexpr int kColsOfStrips = k32Registers ? 512 : kTallCols + 1;
 };
 
 template <typename A>
@@ -280,7 +283,12 @@ struct PackedB {
   static constexpr int kVectors = Block<A>::kVectors;
   const A *b;
 
-  VecOf<A> operator()(int64_t p, int64_t column) const { return load(b + p * Block<A>::kCols + column); }
+  VecOf<A> operator()(int64_t p, int64_t column) const {
+    const A *at = b + p * Block<A>::kCols + column;
+    // eight terms, 100 cycles or more, ahead: from the second-level cache
+    if (Block<A>::k32Registers) __builtin_prefetch(at + 8 * Block<A>::kCols);
+    return load(at);
+  }
 };
 template <class Terms, typename T>
 struct UnpackedB {
@@ -749,22 +757,23 @@ struct GemmTile {
     const bool of_block = one_panel && !kStores;
     const int64_t stride = of_block || in_c ? (kMayTakeTwo ? 2 : 1) * B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
-    const bool takes_two = kMayTakeTwo && !unpacked_b;
+    const bool takes_two = kMayTakeTwo && !unpacked_b, by_strips = !unpacked_b && n >= B::kColsOfStrips;
+    const int64_t panel_rows = kGathers || kTiles<Terms> ? m : B::kPanelRows;
+    const int64_t most_rows = kGathers || kTiles<Terms> || !by_strips ? panel_rows : B::kRows;
     [[maybe_unused]] const RegistersOf<Terms> registers;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < most ? k - p : most, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
       pack_columns<Terms>(p, terms, unpacked_cols, panels);
-      int64_t first = 0, end = 0;  // rows of the panel of A
-      auto accumulate = [=, &registers, &first](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+      auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
 #if defined(__AVX512F__)
         if constexpr (kTiles<Terms>)
           return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
-          else return static_cast<const A *>(panels.a + (i - first) / B::kRows * strip<B::kRows, A>(depth));
+          else return static_cast<const A *>(panels.a + i % B::kPanelRows / B::kRows * strip<B::kRows, A>(depth));
         }();
         if constexpr (kMayTakeTwo)
           if (takes_two && n - j > B::kCols) {
@@ -782,9 +791,10 @@ struct GemmTile {
           run_micro_kernel<Terms, kRows>(rows, depth, left, right, added, sums, ld);
         }
       };
-      for (; first < m; first = end) {
-        end = kGathers || kTiles<Terms> || m - first < B::kPanelRows ? m : first + B::kPanelRows;
-        pack_rows<Terms>(first, end - first, p, terms, panels);
+      for (int64_t first = 0, end; first < m; first = end) {
+        end = m - first < most_rows ? m : first + most_rows;
+        if (first % panel_rows == 0)
+          pack_rows<Terms>(first, m - first < panel_rows ? m - first : panel_rows, p, terms, panels);
         for (int64_t j = 0, block_cols; j < n; j += block_cols) {
           const bool two = takes_two && n - j > B::kCols;
           block_cols = two ? 2 * B::kCols : B::kCols;
