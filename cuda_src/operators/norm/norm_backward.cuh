@@ -41,11 +41,18 @@ constexpr int kStages = 2;
 template <class Shape, class N>
 constexpr bool kDirectDh = N::kAdd && sizeof(typename N::R) > 2 && Shape::kVectors == 4;
 
-template <class Shape, class N, int kKept = NormParameters<N>::kKeptBytes>
+// Whether a thread reads its part of a row from shared memory once, and holds it and its part of the weight in
+// registers: float32 rows of more than 4096 columns. Otherwise they are read for each of two passes.
+template <class Shape, class N>
+constexpr bool kHeld = std::is_same_v<typename N::T, float> && Shape::kVectors == 4 && !(N::kAdd && N::kBias);
+
+// Rows of 16 bits are not kept in clusters, where it gained nothing.
+template <class Shape, class N, bool kKept = sizeof(typename N::R) != 2 || Shape::kSpan != Span::cluster,
+          int kKeptBytes = kHeld<Shape, N> ? 0 : NormParameters<N>::kKeptBytes>
 using BackwardPipeline =
     std::conditional_t<N::kAdd && !kDirectDh<Shape, N>,
-                       SmemPipeline<Shape, kStages, kKept, typename N::R, typename N::T, typename N::R>,
-                       SmemPipeline<Shape, kStages, kKept, typename N::R, typename N::T>>;
+                       SmemPipeline<Shape, kStages, kKeptBytes, kKept, typename N::R, typename N::T, typename N::R>,
+                       SmemPipeline<Shape, kStages, kKeptBytes, kKept, typename N::R, typename N::T>>;
 
 template <int kSize, typename A>
 __device__ inline void store_sums(A *to, const A (&sums)[kSize]) {
@@ -108,7 +115,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   using R = typename N::R;
   using A = typename N::A;
   constexpr int kStats = N::kStats, kSums = N::kSums;
-  constexpr bool kDirect = kDirectDh<Shape, N>;
+  constexpr bool kDirect = kDirectDh<Shape, N>, kHold = kHeld<Shape, N>;
+  static_assert(!kHold || !N::kAdd || kDirect, "the next row's copies would overwrite dh before it is read");
   RowPart<Shape> part(a.cols, row_warps);
   NormParameters<N> &p = a.parameters;
   bool has_weight = p.weight != nullptr, has_dx = a.dx != nullptr, has_dresidual = a.dresidual != nullptr;
@@ -130,7 +138,9 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   weight.load(p, p.weight, has_weight, 1, part);
 #pragma unroll
   for (int s = 0; s < kStages; ++s) load_row(s, part.first_row() + s * part.step());
-  weight.keep(pipeline, 0, p.wide, p.offset);
+  if constexpr (!kHold) weight.keep(pipeline, 0, p.wide, p.offset);
+  else
+    for (auto &v : weight.vector) v = v.kept(p.wide, p.offset);
   auto stat = [&](int64_t row, int which) { return row < a.rows ? a.stats[kStats * row + which] : A(0); };
   A next_mean = N::kCentred ? stat(part.first_row(), 0) : A(0), next_rstd = stat(part.first_row(), kStats - 1);
   RowExchange<Shape, Sums<kStats, A>> exchange(row_warps);
@@ -143,11 +153,14 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     A mean = next_mean, rstd = next_rstd;
     if constexpr (N::kCentred) next_mean = stat(row + part.step(), 0);
     next_rstd = stat(row + part.step(), kStats - 1);
+    [[maybe_unused]] Vector<R> held[2][Shape::kVectors];  // x and dy
     // f(k, x - mean, dy, g) for each element k of this thread's vector i of the row
     auto each = [&](int i, auto f) {
-      auto x = widen(pipeline.read(kX, stage, i));
-      auto d = widen(pipeline.read(kDy, stage, i));
-      auto w = kept_parameter<N>(pipeline, 0, i);
+      Widened<R> x, d, w;
+      if constexpr (kHold) x = widen(held[0][i]), d = widen(held[1][i]), w = weight.vector[i].widened_kept();
+      else
+        x = widen(pipeline.read(kX, stage, i)), d = widen(pipeline.read(kDy, stage, i)),
+        w = kept_parameter<N>(pipeline, 0, i);
 #pragma unroll
       for (int k = 0; k < Shape::kSize; ++k) f(k, N::kCentred ? x[k] - mean : x[k], d[k], d[k] * w[k]);
     };
@@ -156,8 +169,12 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     if constexpr (kDirect)
 #pragma unroll
       for (int i = 0; i < Shape::kVectors; ++i)
-        direct[i] = load_present(a.dh + row * a.cols + part.offset(i), has_dh && row < a.rows && part.holds(i));
+        direct[i] = load_kept(a.dh + row * a.cols + part.offset(i), has_dh && row < a.rows && part.holds(i));
     wait_copies<kStages - 1>();
+    if constexpr (kHold)
+#pragma unroll
+      for (int i = 0; i < Shape::kVectors; ++i)
+        held[0][i] = pipeline.read(kX, stage, i), held[1][i] = pipeline.read(kDy, stage, i);
     Sums<kStats, A> sums = {};  // the row's, of g * xhat and of g
 #pragma unroll
     for (int i = 0; i < Shape::kVectors; ++i)
@@ -168,6 +185,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
           if constexpr (N::kCentred) sums.value[1] += g;
           if constexpr (N::kBias) columns[1][i][k] += d;
         });
+    auto load_next = [&] { load_row(stage, row + kStages * part.step()); };
+    if constexpr (kHold) load_next();  // behind the sums: this row's reads are over
     if constexpr (Shape::kSpan == Span::warp) sums = sum_lanes<Shape::kLanes>(sums);
     else sums = sum_row(sums, exchange);
 
@@ -195,7 +214,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
             store(a.dx + at, narrow(dx));
           }
         }
-    load_row(stage, row + kStages * part.step());
+    if constexpr (!kHold) load_next();
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   launch_next();

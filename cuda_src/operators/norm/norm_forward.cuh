@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
 constexpr int kLongStages = 3;
 template <class Shape, class N>
 using LongPipeline = std::conditional_t<
-    N::kAdd, SmemPipeline<Shape, kLongStages, 0, typename N::X, typename N::R>,
-    SmemPipeline<Shape, kLongStages, (N::kBias ? 2 : 1) * NormParameters<N>::kKeptBytes, typename N::X>>;
+    N::kAdd, SmemPipeline<Shape, kLongStages, 0, false, typename N::X, typename N::R>,
+    SmemPipeline<Shape, kLongStages, (N::kBias ? 2 : 1) * NormParameters<N>::kKeptBytes, false, typename N::X>>;
 
 template <class Shape, class Threads, class N>
 __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)

@@ -71,8 +71,8 @@ class RowPart {
 // A multi-stage pipeline of rows in shared memory: each of kStages stages has a thread's part of one row of each
 // tensor, whose dtypes are Tensors. After the stages is room for parameters, such as the weight: kParameterBytes for
 // each vector, in planes of 16 bytes. A thread reads only what it has copied itself, so that it waits for its own
-// copies and needs no barrier.
-template <class Shape, int kStages, int kParameterBytes, typename... Tensors>
+// copies and needs no barrier. kKept: by copy_kept, where a vector has 16 bytes.
+template <class Shape, int kStages, int kParameterBytes, bool kKept, typename... Tensors>
 class SmemPipeline {
   using R = typename Shape::T;
   template <int tensor>
@@ -90,6 +90,7 @@ class SmemPipeline {
   __device__ SmemPipeline() {
     extern __shared__ uint4 memory[];
     mine_ = reinterpret_cast<char *>(memory) + warp_index() * kBytesPerWarp + lane_index() * 16;
+    if constexpr (kKept) mine_ = hide_uniform(mine_);
   }
   // Starts the copies of this thread's vectors of a tensor's row, the first of them at `from`; zeros past the row's
   // end, and if the row is not `present`.
@@ -98,8 +99,11 @@ class SmemPipeline {
                        bool present) {
 #pragma unroll
     for (int i = 0; i < Shape::kVectors; ++i)
-      copy_async<sizeof(Held<tensor>)>(shared_address(at<tensor>(stage, i)), from + part.offset(i),
-                                       present && part.holds(i));
+      if constexpr (kKept && sizeof(Held<tensor>) == 16)
+        copy_kept(shared_address(at<tensor>(stage, i)), from + part.offset(i), present && part.holds(i));
+      else
+        copy_async<sizeof(Held<tensor>)>(shared_address(at<tensor>(stage, i)), from + part.offset(i),
+                                         present && part.holds(i));
   }
   template <int tensor>
   __device__ Held<tensor> read(Index<tensor>, int stage, int i) const {

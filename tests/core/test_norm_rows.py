@@ -1,0 +1,51 @@
+"""The norms where a block of a GPU has several long rows, one after another: the table's cases have few."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
+
+ROWS = 700  # of each of 132 multiprocessors more than a pipeline has at once
+EPS = 1e-5
+
+
+def formula(name, x, weight, residual=None):
+    h = x if residual is None else x + residual
+    centred = h - h.mean(-1, keepdim=True) if "layer" in name else h
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS) * weight
+    return y if residual is None else (y, h)
+
+
+# whole warps and not, one block and clusters
+@pytest.mark.parametrize("cols", [4096, 4100, 5120, 7168, 8192, 16384, 20000])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
+def test_many_long_rows_are_exact_and_the_same_twice(name, cols):
+    from aotops.frontends import torch as ours
+
+    generator = torch.Generator("cuda").manual_seed(cols)
+
+    def made(*shape):
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    adds = "add" in name
+    inputs = [made(ROWS, cols), made(cols), *([made(ROWS, cols)] if adds else [])]
+    incoming = [made(ROWS, cols) for _ in range(1 + adds)]
+
+    def results(function, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        y = function(*leaves)
+        outputs = y if adds else (y,)
+        return *outputs, *torch.autograd.grad(outputs, leaves, [d.to(dtype) for d in incoming])
+
+    def own(x, weight, residual=None):
+        f = getattr(ours, name)
+        return f(x, cols, weight, eps=EPS) if residual is None else f(x, residual, cols, weight, eps=EPS)
+
+    got, again = results(own, torch.float32), results(own, torch.float32)
+    exact = results(lambda *a: formula(name, *a), torch.float64)
+    for one, other, of in zip(got, again, exact, strict=True):
+        assert torch.equal(one, other)
+        assert (one - of).abs().max() <= 4e-6 * of.abs().max()
