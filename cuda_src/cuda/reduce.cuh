@@ -77,7 +77,8 @@ class Exchange {
 
  public:
   __device__ Exchange() : Exchange(blockDim.x / 32) {}
-  __device__ explicit Exchange(int row_warps) : row_warps_(row_warps), team_(warp_index() / row_warps) {
+  __device__ explicit Exchange(int row_warps) : Exchange(row_warps, warp_index() / row_warps) {}
+  __device__ Exchange(int row_warps, int team) : row_warps_(row_warps), team_(team) {
     __shared__ alignas(16) V slots[kSets * kSlots];
     slots_ = slots + team_ * row_warps;
     if constexpr (kSpan == Span::cluster) {
@@ -133,7 +134,7 @@ class Exchange {
 };
 
 struct NoExchange {
-  __device__ explicit NoExchange(int = 0) {}
+  __device__ explicit NoExchange(int = 0, int = 0) {}
 };
 
 // Several sums, each over all threads of the row, in one exchange.

@@ -10,16 +10,19 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-template <typename T_, int kLanes_, int kVectors_, Span kSpan_>
+// kWhole: each warp of a row has a whole share.
+template <typename T_, int kLanes_, int kVectors_, Span kSpan_, bool kWhole_ = false>
 struct RowShape {
   using T = T_;
   static constexpr int kLanes = kLanes_, kVectors = kVectors_, kSize = kVectorSize<T>;
   static constexpr Span kSpan = kSpan_;
+  static constexpr bool kWhole = kWhole_;
   static constexpr int kShare = kLanes * kVectors;  // vectors of a row in a warp
   static constexpr int kRowsPerWarp = 32 / kLanes;
 
   // Elements in the share of the row's warp `warp`, in a row of `vectors` vectors.
   __device__ static int share(int vectors, int warp) {
+    if constexpr (kWhole) return kShare * kSize;
     vectors -= warp * kShare;
     return (vectors < 0 ? 0 : vectors < kShare ? vectors : kShare) * kSize;
   }

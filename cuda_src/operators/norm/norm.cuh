@@ -111,14 +111,23 @@ __device__ inline Moments<A> only_share(const Sums<1, A> &share) {
 template <class Shape, typename A>
 __device__ inline Moments<A> combine_shares(const Moments<A> *all, int warps, const RowPart<Shape> &part,
                                             A one_over_cols) {
-  A sum = 0, squares = 0;
+  A squares = 0;
+  if constexpr (Shape::kWhole && Shape::kSpan == Span::block) {  // at most 32 warps
+    const int w = lane_index();
+    const Moments<A> mine = w < warps ? all[w] : Moments<A>{};
+    const A mean = sum_lanes<32>(mine.mean) * (part.share(w) * one_over_cols), distance = mine.mean - mean;
+    squares = w < warps ? mine.squares + part.share(w) * distance * distance : A(0);
+    return {mean, sum_lanes<32>(squares)};
+  } else {
+    A sum = 0;
 #pragma unroll 1
-  for (int w = lane_index(); w < warps; w += 32) sum += part.share(w) * all[w].mean;
-  A mean = sum_lanes<32>(sum) * one_over_cols;
+    for (int w = lane_index(); w < warps; w += 32) sum += part.share(w) * all[w].mean;
+    A mean = sum_lanes<32>(sum) * one_over_cols;
 #pragma unroll 1
-  for (int w = lane_index(); w < warps; w += 32)
-    squares += all[w].squares + part.share(w) * (all[w].mean - mean) * (all[w].mean - mean);
-  return {mean, sum_lanes<32>(squares)};
+    for (int w = lane_index(); w < warps; w += 32)
+      squares += all[w].squares + part.share(w) * (all[w].mean - mean) * (all[w].mean - mean);
+    return {mean, sum_lanes<32>(squares)};
+  }
 }
 template <class Shape, typename A>
 __device__ inline Moments<A> combine_shares(const Sums<1, A> *all, int warps, const RowPart<Shape> &, A) {

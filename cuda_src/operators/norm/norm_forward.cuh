@@ -22,7 +22,7 @@ struct NormForward {
 
 // Weight and bias are loaded before the row arrives if a thread has at most kEarlyVectors vectors. Otherwise they are
 // loaded after it, for kParameterVectors vectors at once: registers limit both. Where they may be float, which takes
-// twice as many, half as many are loaded at once.
+// twice as many, half as many are loaded at once, and one in rows of whole shares, so that 1536 threads are resident.
 constexpr int kEarlyVectors = 2;
 template <int kVectors, bool kBias, bool kMayBeWide>
 constexpr int kParameterVectors = std::max(1, (!kBias          ? 4
@@ -67,12 +67,15 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   using Parameter = ParameterVector<N>;
   constexpr int kVectors = Shape::kVectors;
   constexpr bool kEarly = kVectors <= kEarlyVectors;
-  constexpr int kTogether = kEarly ? kVectors : kParameterVectors<kVectors, N::kBias, Parameter::kMayBeWide>;
+  constexpr int kTogether = kEarly          ? kVectors
+                            : Shape::kWhole ? 1
+                                            : kParameterVectors<kVectors, N::kBias, Parameter::kMayBeWide>;
   wait_for_kernel_before();  // before launch_next(): the next kernel may read, before it waits, what older ones wrote
   launch_next();
-  RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
+  constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
+  RowPart<Shape> part(a.cols, kWithinWarp ? 1 : blockDim.x / 32, !kWithinWarp);
   int64_t row = part.first_row();
-  bool present = row < a.rows;
+  bool present = Shape::kWhole || row < a.rows;
   NormParameters<N> &p = a.parameters;
   bool has_weight = p.weight != nullptr, has_bias = p.bias != nullptr;
   int64_t at = row * a.cols + part.column();
@@ -85,7 +88,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     if constexpr (N::kAdd) v[i] = load_kept(a.residual + at + part.offset(i), present && part.holds(i));
     else v[i] = x[i];
   }
-  RowExchange<Shape, Share<N::kCentred, A>> exchange;
+  RowExchange<Shape, Share<N::kCentred, A>> exchange(blockDim.x / 32, 0);
   A one_over_cols = A(1) / static_cast<A>(a.cols), one_over_share = one_over_cols;
   if constexpr (Shape::kSpan != Span::warp) one_over_share = A(1) / static_cast<A>(max(1, part.share(exchange.warp())));
   Parameter weight[kVectors], bias[kVectors];
@@ -266,7 +269,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<N> a)
 template <class Shape, class N>
 Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, void *stream) {
   constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
-  using Threads = Threads<kWithinWarp ? (Shape::kVectors > 2 ? 64 : 128) : 512, 1024>;
+  using Threads = Threads<kWithinWarp ? (Shape::kVectors > 2 ? 64 : 128) : 512, Shape::kWhole ? 1536 : 1024>;
   int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
   unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp) * plan.cluster);
   const LaunchShape shape{blocks, 32u * teams * plan.warps, 0, dim3(plan.cluster), true};
@@ -292,7 +295,8 @@ Status norm_long(const char *op, const NormForward<N> &a, const RowPlan &plan, c
 
 // The plans are those measured fastest on an H200 (docs/lab_notes.md). Eight vectors for each thread need too many
 // registers if kCrowded. Rows in registers of a cluster are faster than persistent clusters only if kSplit, two vectors
-// for each thread than four if kPairs, and eight than four in rows of more than eight warps if kLongShares.
+// for each thread than four if kPairs, and eight than four in rows of more than eight warps if kLongShares. If kWhole,
+// rows of whole shares of four have kernels of their own, whose threads need fewer registers.
 template <class N>
 Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
   using R = typename N::R;
@@ -302,6 +306,7 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   constexpr bool kSplit = N::kCentred ? N::kAdd && N::kPlain : N::kPlain || kFloat;
   constexpr bool kPairs = !N::kCentred && (kFloat || (N::kPlain && !N::kAdd));
   constexpr bool kLongShares = N::kCentred && !N::kAdd && kFloat;
+  constexpr bool kWhole = kFloat && !N::kAdd;
   constexpr int kMostSplit = N::kAdd && !N::kCentred ? 4 : 2;
   using LongShape = RowShape<R, 32, kMost, Span::cluster>;
   const NormParameters<N> &p = a.parameters;
@@ -313,6 +318,11 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
     if constexpr (!N::kRare)
       plan = first_that_holds(vectors, {{8, 1}, {8, 2}, {16, 2}, {32, 2}, {32, 3}, {32, 4}}, 0, device);
     if (kPairs && plan.lanes == 0) plan = first_that_holds(vectors, {{32, 2, N::kAdd ? 16 : 8}}, 0, device);
+    if constexpr (kWhole)
+      if (plan.lanes == 0 && vectors % (32 * kVectors) == 0) {
+        plan = first_that_holds(vectors, {{32, kVectors, 16}}, 0, device);
+        if (plan.lanes > 0) return norm_short<RowShape<R, 32, kVectors, Span::block, true>>(op, a, plan, stream);
+      }
     if (plan.lanes == 0)
       plan = first_that_holds(vectors, {{32, kVectors, kLongShares ? 8 : 16}, {32, kMost, 16}}, 0, device);
     if constexpr (kSplit)

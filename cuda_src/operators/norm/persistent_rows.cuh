@@ -29,8 +29,9 @@ using Index = std::integral_constant<int, index>;
 template <class Shape>
 class RowPart {
  public:
-  __device__ RowPart(int64_t cols, int row_warps)
-      : vectors_(static_cast<int>(cols / Shape::kSize)), team_(warp_index() / row_warps) {
+  // one_team: row_warps are all warps of the block, so that no divisions delay the first loads.
+  __device__ RowPart(int64_t cols, int row_warps, bool one_team = false)
+      : vectors_(static_cast<int>(cols / Shape::kSize)), team_(one_team ? 0 : warp_index() / row_warps) {
     int64_t group = blockIdx.x, groups = gridDim.x;  // a block, or the blocks of a cluster, has rows of its own
     int warp = warp_index() - team_ * row_warps;     // of the row
     if constexpr (Shape::kSpan == Span::cluster) {
@@ -38,7 +39,7 @@ class RowPart {
       warp += cluster_rank() * row_warps;
     }
     first_ = warp * Shape::kShare + lane_index() % Shape::kLanes;
-    int rows_at_once = blockDim.x / (32 * row_warps) * Shape::kRowsPerWarp;
+    int rows_at_once = (one_team ? 1 : blockDim.x / (32 * row_warps)) * Shape::kRowsPerWarp;
     base_ = group * rows_at_once;
     step_ = groups * rows_at_once;
   }
@@ -53,7 +54,7 @@ class RowPart {
   __device__ int64_t first_row() const { return base_ + own(); }
 
   // Whether this thread's vector i is within the row; the first column of vector 0; the offset of vector i from there.
-  __device__ bool holds(int i) const { return i * Shape::kLanes < vectors_ - first_; }
+  __device__ bool holds(int i) const { return Shape::kWhole || i * Shape::kLanes < vectors_ - first_; }
   __device__ int column() const { return first_ * Shape::kSize; }
   __device__ static constexpr int offset(int i) { return i * Shape::kLanes * Shape::kSize; }
   __device__ bool leads() const { return first_ == 0; }  // true in one thread of a row
