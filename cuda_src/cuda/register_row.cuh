@@ -1,6 +1,7 @@
 // Matrix rows held in registers: each is read once and written once by a one-shot block, which has one row or several
 // short ones. Many small blocks keep the memory busy, because some load while others compute.
 #pragma once
+#include "keep.cuh"
 #include "launch.cuh"
 #include "row_shape.cuh"
 
@@ -69,12 +70,16 @@ class RegisterRow {
   __device__ int share(int warp) const { return Shape::share(static_cast<int>(cols_ / Shape::kSize), warp); }
 
   // Loads this thread's vectors of its row of `x`; `fallback` past the row's end, and if the row is not `present`.
+  // kKept: by load_kept.
+  template <bool kKept = false>
   __device__ void load(const T *x, bool present, float fallback, Vector<T> (&v)[Shape::kVectors]) const {
     const T *from = x + row_ * cols_ + column(0);
 #pragma unroll
     for (int i = 0; i < Shape::kVectors; ++i) {
       v[i] = filled<T>(fallback);
-      if (present && holds(i)) v[i] = load_once(from + i * Shape::kLanes * Shape::kSize);
+      if (!present || !holds(i)) continue;
+      const T *p = from + i * Shape::kLanes * Shape::kSize;
+      v[i] = kKept ? load_kept(p) : load_once(p);
     }
   }
 
@@ -133,8 +138,9 @@ class UnalignedRow : public RegisterRow<Shape_> {
   __device__ bool has_end() const { return end_ >= 0; }
   __device__ A end() const { return value_; }
 
+  template <bool kKept = false>
   __device__ void load(const T *x, bool present, float fallback, Vector<T> (&v)[Shape::kVectors]) {
-    Base::load(x + head_, present, fallback, v);
+    Base::template load<kKept>(x + head_, present, fallback, v);
     value_ = fallback;
     if (present && has_end()) value_ = widen(x[this->row_ * this->cols_ + end_]);
   }

@@ -46,10 +46,19 @@ using ScaleShapes = RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRo
 template <typename T>
 using UnalignedScaleShapes = RegisterRowShapes<WarpRow<T, 16, 2>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 8>>;
 
-// The launch of a sum over rows.
-inline LaunchShape sum_shape(const DeviceLimits &device, int64_t rows) {
-  const unsigned cluster = device.clusters && rows > 16 * kSumThreads ? kMaxCluster : 1;
-  return {cluster, kSumThreads, 0, cluster};
+// Launches a sum over rows. Sixteen blocks have more loads in flight than eight, but not every device holds so many.
+template <auto block_kernel, auto cluster_kernel, typename... Arguments>
+Status launch_sum(const char *op, int64_t rows, void *stream, const Arguments &...arguments) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  LaunchShape shape = {1, kSumThreads, 0, 1, true};
+  if (!device.clusters || rows <= 16 * kSumThreads) return launch_kernel(op, block_kernel, shape, stream, arguments...);
+  unsigned blocks = 2 * kMaxCluster;
+  int64_t at_once = 0;
+  AOT_TRY(clusters_at_once<cluster_kernel>(op, kSumClusterThreads / blocks, static_cast<int>(blocks), 0, &at_once));
+  if (at_once == 0) blocks = kMaxCluster;
+  shape.grid = shape.cluster = blocks, shape.block = kSumClusterThreads / blocks;
+  return launch_kernel(op, cluster_kernel, shape, stream, arguments...);
 }
 
 }  // namespace
@@ -125,30 +134,19 @@ template <typename T>
 Status cross_entropy_count(const char *op, const Targets &targets, const Loss<T> &weight, Accumulate<T> *count,
                            int64_t rows, int64_t cols, void *stream) {
   using A = Accumulate<T>;
-  DeviceLimits device;
-  AOT_TRY(device_limits(op, &device));
-  const LaunchShape shape = sum_shape(device, rows);
-  if (weight.data) {
-    auto *kernel = shape.cluster.x > 1 ? cross_entropy_weight_kernel<Span::cluster, T, A>
-                                       : cross_entropy_weight_kernel<Span::block, T, A>;
-    return launch_kernel(op, kernel, shape, stream, targets, weight, count, rows, cols);
-  }
-  auto *kernel =
-      shape.cluster.x > 1 ? cross_entropy_count_kernel<Span::cluster, A> : cross_entropy_count_kernel<Span::block, A>;
-  return launch_kernel(op, kernel, shape, stream, targets, count, rows);
+  if (weight.data)
+    return launch_sum<cross_entropy_weight_kernel<Span::block, T, A>, cross_entropy_weight_kernel<Span::cluster, T, A>>(
+        op, rows, stream, targets, weight, count, rows, cols);
+  return launch_sum<cross_entropy_count_kernel<Span::block, A>, cross_entropy_count_kernel<Span::cluster, A>>(
+      op, rows, stream, targets, count, rows);
 }
 
 template <typename T>
 Status cross_entropy_loss(const char *op, const Accumulate<T> *losses, const Loss<T> &loss, int64_t rows, bool mean,
                           const Accumulate<T> *weights, void *stream) {
   using A = Accumulate<T>;
-  DeviceLimits device;
-  AOT_TRY(device_limits(op, &device));
-  LaunchShape shape = sum_shape(device, rows);
-  shape.overlap = true;
-  auto *kernel = shape.cluster.x > 1 ? cross_entropy_loss_kernel<Span::cluster, T, A>
-                                     : cross_entropy_loss_kernel<Span::block, T, A>;
-  return launch_kernel(op, kernel, shape, stream, losses, loss, rows, mean, weights);
+  return launch_sum<cross_entropy_loss_kernel<Span::block, T, A>, cross_entropy_loss_kernel<Span::cluster, T, A>>(
+      op, rows, stream, losses, loss, rows, mean, weights);
 }
 
 #define AOT_CROSS_ENTROPY(T)                                                                                         \

@@ -143,7 +143,8 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
                                 const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
                                 bool after_count);
 
-// Writes the divisor of a mean over x's rows: their count, or, given the weights of the classes, the sum of these.
+// Writes the divisor of a mean over x's rows: their count, or, given the weights of the classes, the sum of these. This
+// kernel overlaps the end of the one before.
 template <typename T>
 Status cross_entropy_count(const char *op, const Targets &targets, const Loss<T> &weight, Accumulate<T> *count,
                            int64_t rows, int64_t cols, void *stream);

@@ -1,6 +1,5 @@
 #include "softmax.h"
 
-#include "cuda/keep.cuh"
 #include "cuda/rows.cuh"
 #include "cuda/softmax.cuh"
 
@@ -19,25 +18,13 @@ __device__ Accumulate<T> dot(const Vector<T> &v, const Vector<T> &w) {
   return sum;
 }
 
-// RegisterRow::load, by load_kept.
-template <class Shape, typename T = typename Shape::T>
-__device__ void load(const RegisterRow<Shape> &part, const T *x, int64_t cols, bool present, float fallback,
-                     Vector<T> (&v)[Shape::kVectors]) {
-  const T *from = x + part.row() * cols + part.column(0);
-#pragma unroll
-  for (int i = 0; i < Shape::kVectors; ++i) {
-    v[i] = filled<T>(fallback);
-    if (present && part.holds(i)) v[i] = load_kept(from + i * Shape::kLanes * Shape::kSize);
-  }
-}
-
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
   RegisterRow<Shape> part(cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
-  load(part, x, cols, present, kMinusInfinity, v);
+  part.template load<true>(x, present, kMinusInfinity, v);
   RowExchange<Shape, Exponentials<A>> exchange;
   auto [row, scale] = row_exponentials<false>(v, part, exchange);
   Probability<T, A> p(row, scale);
@@ -50,8 +37,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   RegisterRow<Shape> part(cols);
   bool present = part.present(rows);
   Vector<T> d[Shape::kVectors], v[Shape::kVectors];
-  load(part, dy, cols, present, 0, d);
-  load(part, y, cols, present, 0, v);
+  part.template load<true>(dy, present, 0, d);
+  part.template load<true>(y, present, 0, v);
   RowExchange<Shape, Sums<1, A>> exchange;
   Sums<1, A> sum = {};
 #pragma unroll

@@ -140,6 +140,7 @@ ROW = Row(
         case_of((3, 8192), reduction="none", label_smoothing=1.0),
         case_of((2, 40000)),
         case_of((1500, 24), ignore_index=7),
+        case_of((17000, 6), ignore_index=2),  # sums over more rows than one block of a GPU takes
         *EXTRAS,
     ),
     under_load=(
