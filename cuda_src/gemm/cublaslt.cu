@@ -45,6 +45,8 @@ enum Epilogue { kDefault = 1, kRelu = 2, kBias = 4 };
 enum DataType { kFloat32Type = 0, kFloat64Type = 1, kFloat16Type = 2, kBFloat16Type = 14 };
 enum ComputeType { kCompute32 = 68, kCompute64 = 70, kComputeTf32 = 77 };
 enum Reductions : uint32_t { kReduceInPlace = 1, kReduceInComputeType = 2 };
+constexpr int kTile = 1;  // of an algorithm
+enum Tile { kTile128x256 = 23, kTile256x128 = 24 };
 
 struct Library {
   int (*create)(Object *handle);
@@ -59,6 +61,7 @@ struct Library {
   int (*preference_destroy)(Object preference);
   int (*heuristic)(Object handle, Object desc, Object a, Object b, Object c, Object d, Object preference, int wanted,
                    Heuristic *results, int *found);
+  int (*algorithm_get)(const Algorithm *algorithm, int attribute, void *value, size_t size, size_t *written);
   int (*matmul)(Object handle, Object desc, const void *alpha, const void *a, Object a_layout, const void *b,
                 Object b_layout, const void *beta, const void *c, Object c_layout, void *d, Object d_layout,
                 const Algorithm *algorithm, void *workspace, size_t workspace_bytes, cudaStream_t stream);
@@ -73,7 +76,9 @@ struct Library {
            find(library, "cublasLtMatmulPreferenceCreate", &preference_create) &&
            find(library, "cublasLtMatmulPreferenceSetAttribute", &preference_set) &&
            find(library, "cublasLtMatmulPreferenceDestroy", &preference_destroy) &&
-           find(library, "cublasLtMatmulAlgoGetHeuristic", &heuristic) && find(library, "cublasLtMatmul", &matmul);
+           find(library, "cublasLtMatmulAlgoGetHeuristic", &heuristic) &&
+           find(library, "cublasLtMatmulAlgoConfigGetAttribute", &algorithm_get) &&
+           find(library, "cublasLtMatmul", &matmul);
   }
 };
 
@@ -203,15 +208,6 @@ std::map<Key, CachedAlgorithm> &cache() {
   return *map;
 }
 
-// Whether parts of the sums of a float32 product may be added in place. Counters keep their order, so that a call has
-// the same bits each time. It is faster where the result is narrow, on an H200: 4223 us instead of 4507 for 50304 x 768
-// from sums of 2816, 2171 instead of 2356 for 1280 x 5120 from 8192, but 2710 instead of 2599 for 4096 x 4096 from
-// 4096.
-bool sums_in_place(const GemmParams &gemm) {
-  return gemm.dtype == DType::float32 && gemm.c_dtype == DType::float32 && !gemm.allow_tf32 &&
-         std::min(gemm.m, gemm.n) < 2048;
-}
-
 // cuBLASLt is column-major, and row-major c = a b is column-major c^T = b^T a^T: its A is b.
 struct CublasLtCall {
   const Library &lib;
@@ -232,23 +228,16 @@ struct CublasLtCall {
 
   bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
-  // The best algorithm by cuBLASLt's estimate. Those that sum in the type of the result are excluded where it is
-  // narrower than what the product is computed in.
+  // The best algorithm by cuBLASLt's estimate. In float32 parts of the sums may be added in place, unless the best one
+  // that does without has large tiles: on an H200 such take 0.96 to 1.02 of the time of those that add in place, with
+  // smaller ones 1.04 to 1.16 (docs/lab_notes.md). Counters keep the order of the additions, so that a call has the
+  // same bits each time.
   CachedAlgorithm find_algorithm(Object handle) {
-    OwnedObject preference(lib.preference_destroy);
-    if (lib.preference_create(&preference.object)) return {};
-    auto prefer = [&](int attribute, auto value) {
-      return lib.preference_set(preference.object, attribute, &value, sizeof value);
-    };
-    prefer(kMaxWorkspace, uint64_t(gemm.workspace_bytes));
-    prefer(kReductions, uint32_t(sums_in_place(gemm) ? kReduceInComputeType | kReduceInPlace : kReduceInComputeType));
-    prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
-    prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));
-    Heuristic best = {};
-    int found = 0;
-    const int status =
-        lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, 1, &best, &found);
-    return {best.algorithm, !status && found && !best.state};
+    const CachedAlgorithm best = find_algorithm(handle, kReduceInComputeType);
+    const bool wide = gemm.dtype == DType::float32 && gemm.c_dtype == DType::float32 && !gemm.allow_tf32;
+    if (!wide || (best.found && has_large_tiles(best.algorithm))) return best;
+    const CachedAlgorithm in_place = find_algorithm(handle, kReduceInComputeType | kReduceInPlace);
+    return in_place.found ? in_place : best;
   }
 
   int run(Object handle, const Algorithm &algorithm, cudaStream_t stream) {
@@ -262,6 +251,30 @@ struct CublasLtCall {
   }
 
  private:
+  // The first algorithm. Those that sum in the type of the result are excluded where it is narrower than what the
+  // product is computed in.
+  CachedAlgorithm find_algorithm(Object handle, uint32_t reductions) {
+    OwnedObject preference(lib.preference_destroy);
+    if (lib.preference_create(&preference.object)) return {};
+    auto prefer = [&](int attribute, auto value) {
+      return lib.preference_set(preference.object, attribute, &value, sizeof value);
+    };
+    prefer(kMaxWorkspace, uint64_t(gemm.workspace_bytes)), prefer(kReductions, reductions);
+    prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
+    prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));
+    Heuristic best = {};
+    int found = 0;
+    const int status =
+        lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, 1, &best, &found);
+    return {best.algorithm, !status && found && !best.state};
+  }
+  bool has_large_tiles(const Algorithm &algorithm) const {
+    int32_t tile = 0;
+    size_t written = 0;
+    if (lib.algorithm_get(&algorithm, kTile, &tile, sizeof tile, &written)) return false;
+    return tile == kTile128x256 || tile == kTile256x128;
+  }
+
   template <typename T>
   int set(int attribute, T value) {
     return lib.desc_set(desc.object, attribute, &value, sizeof value);

@@ -352,7 +352,7 @@ _CUBLASLT = "".join(
         *(f"cublasLtMatmulDesc{what}" for what in ("Create", "SetAttribute", "Destroy")),
         *(f"cublasLtMatrixLayout{what}" for what in ("Create", "SetAttribute", "Destroy")),
         *(f"cublasLtMatmulPreference{what}" for what in ("Create", "SetAttribute", "Destroy")),
-        "cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul",
+        "cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmulAlgoConfigGetAttribute", "cublasLtMatmul",
     )
 )  # fmt: skip
 _WHICH = """

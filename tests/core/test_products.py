@@ -66,6 +66,16 @@ def test_the_choice_of_the_kernel(mode):
     assert run.returncode == 0, run.stderr[-2000:]
 
 
+@pytest.mark.parametrize("shape", [(3072, 2048), (2048, 2048), (1536, 1536)], ids=str)
+def test_long_sums_in_float32_have_the_same_bits_again(shape):
+    """Parts of them are added in place, or in scratch."""
+    a, b = (torch.randn(4096, n, device="cuda") for n in shape)
+    found, exact = ours.matmul(a, b, transpose_a=True), a.double().T @ b.double()
+    assert (found - exact).abs().max() <= 4e-6 * exact.abs().max()
+    for _ in range(4):
+        assert torch.equal(found, ours.matmul(a, b, transpose_a=True))
+
+
 def quarters(*shape, dtype, most=8):
     return torch.randint(-most, most + 1, shape, device="cuda").to(dtype) / 4
 
