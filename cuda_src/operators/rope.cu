@@ -1,3 +1,4 @@
+#include "cuda/overlap.cuh"
 #include "rope.cuh"
 
 namespace aot {
@@ -8,41 +9,53 @@ namespace {
 
 // A thread takes one place in kHeads heads of a row of the sequence: two pieces of n elements of each, which are n
 // pairs, or, behind those that are rotated, pieces to copy. So a number of the tables is read once for kHeads heads.
-// threadIdx.x is the place; neighbouring threadIdx.y are neighbours in memory.
+// threadIdx.x is the place; neighbouring threadIdx.y are neighbours in memory. Up to two heads are neighbours too, and
+// are loaded before the divisions that find their row of the tables; others have heads_first, and are z.heads / kHeads
+// apart. It overlaps the end of the kernel before, but not without vectors: blocks of kernels that do start more slowly
+// (norm_forward.cuh), and those have little to do.
 template <typename T, typename W, int n, bool interleaved, int kHeads>
 __global__ void __launch_bounds__(kRopeBlock)
     rope_kernel(const T *x, const W *cos, const W *sin, T *y, TableRows table, Accumulate<T> sign) {
+  constexpr bool kNear = kHeads <= 2;
+  if constexpr (n > 1) wait_for_kernel_before(), launch_next();
   const RopeSizes &z = table.z;
   const int64_t groups = ceil_div(z.heads, kHeads), rows = z.batch * z.seq * groups;
   const int64_t inner = z.heads_first ? z.seq : groups, outer = z.heads_first ? groups : z.seq;
-  const int64_t head_step = z.heads_first ? z.seq * z.dim : z.dim, row_step = z.heads_first ? z.dim : z.heads * z.dim;
   const int places = static_cast<int>(head_places(z, n));
   for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < rows;
        row += int64_t{gridDim.x} * blockDim.y) {
-    const Quotient first = divide(row, inner), second = divide(first.quotient, outer);
-    const int64_t b = second.quotient, s = z.heads_first ? first.rest : second.rest;
-    const int64_t group = z.heads_first ? second.rest : first.rest;
-    const int64_t base = b * z.seq * z.heads * z.dim + s * row_step + group * head_step, step = groups * head_step;
+    int64_t b, s, group, base = row * kHeads * z.dim, step = z.dim;
+    auto find = [&] {
+      const Quotient first = divide(row, inner), second = divide(first.quotient, outer);
+      b = second.quotient, s = z.heads_first ? first.rest : second.rest;
+      group = z.heads_first ? second.rest : first.rest;
+    };
+    if constexpr (!kNear) {
+      find();
+      base = ((b * z.heads + group) * z.seq + s) * z.dim, step = groups * z.seq * z.dim;
+    }
+    const auto has = [&](int k) { return kNear || group + k * groups < z.heads; };
     for (int place = threadIdx.x; place < places; place += blockDim.x) {
       const PiecePlaces at = piece_places<n, interleaved>(place, z);
       const bool both = at.other < z.dim;
       Piece<T, n> p[kHeads][2];
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
-        if (group + k * groups >= z.heads) continue;
+        if (!has(k)) continue;
         p[k][0].load(x + base + k * step + at.one);
         if (both) p[k][1].load(x + base + k * step + at.other);
       }
       if (at.rotates) {
+        if constexpr (kNear) find();
         Angles<interleaved, T, W, n> angles;
         angles.load(cos, sin, table(b, s), z, place, sign);
 #pragma unroll
         for (int k = 0; k < kHeads; ++k)
-          if (group + k * groups < z.heads) rotate<interleaved>(p[k], angles);
+          if (has(k)) rotate<interleaved>(p[k], angles);
       }
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
-        if (group + k * groups >= z.heads) continue;
+        if (!has(k)) continue;
         p[k][0].store(y + base + k * step + at.one);
         if (both) p[k][1].store(y + base + k * step + at.other);
       }
@@ -74,12 +87,12 @@ Status launch_rope(const char *op, const T *x, const W *cos, const W *sin, T *y,
   const unsigned height = kRopeBlock / width;
   const int64_t rows = z.batch * z.seq * ceil_div(z.heads, kHeads);
   return launch_kernel(op, rope_kernel<T, W, n, interleaved, kHeads>,
-                       {grid_size(ceil_div(rows, height)), {width, height}}, stream, x, cos, sin, y, table,
+                       {grid_size(ceil_div(rows, height)), {width, height}, 0, 1, n > 1}, stream, x, cos, sin, y, table,
                        static_cast<Accumulate<T>>(sign));
 }
 
-// Four heads for each number of the tables where each row has a row of theirs of its own; two where neighbouring rows
-// share it, and the first cache.
+// Four heads for each number of the tables where each row has a row of theirs of its own; two, or one, where
+// neighbouring rows share it, and the first cache.
 template <typename T, typename W, bool interleaved>
 Status run_rope(const char *op, const T *x, const W *cos, const W *sin, T *y, const TableRows &table, int sign,
                 void *stream) {
@@ -89,7 +102,8 @@ Status run_rope(const char *op, const T *x, const W *cos, const W *sin, T *y, co
   if (!vectors) return launch_rope<T, W, 1, interleaved, 1>(op, x, cos, sin, y, table, sign, stream);
   if (z.heads_first && z.heads >= 4)
     return launch_rope<T, W, n, interleaved, 4>(op, x, cos, sin, y, table, sign, stream);
-  if (z.heads >= 2) return launch_rope<T, W, n, interleaved, 2>(op, x, cos, sin, y, table, sign, stream);
+  if (!z.heads_first && z.heads % 2 == 0)
+    return launch_rope<T, W, n, interleaved, 2>(op, x, cos, sin, y, table, sign, stream);
   return launch_rope<T, W, n, interleaved, 1>(op, x, cos, sin, y, table, sign, stream);
 }
 

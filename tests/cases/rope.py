@@ -101,8 +101,10 @@ ROW = Row(
         _rope((2, 4, 3, 7), (2, 2), (2, 3), layout="BHSD", rotary_dim=4, interleaved=True),
         # one for each path of a kernel: vectors, heads that are not whole groups, rows that are not whole blocks
         _rope((2, 53, 5, 64)),
+        _rope((2, 53, 6, 64)),
+        _rope((2, 3, 33, 64), layout="BHSD"),
         _rope((2, 5, 33, 64), layout="BHSD", interleaved=True),
-        _rope((2, 33, 5, 64), interleaved=True, wide=True),
+        _rope((2, 33, 4, 64), interleaved=True, wide=True),
         _rope((2, 7, 33, 64), layout="BHSD", wide=True),
         _rope((3, 17, 1, 128)),
         _rope((2, 9, 3, 96), rotary_dim=32),
