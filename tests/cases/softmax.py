@@ -45,6 +45,7 @@ ROW = Row(
         _softmax((300, 33), 0),
         # one for each path of a kernel
         _softmax((33, 1025)),
+        *(_softmax((n, 4 * vectors)) for n, vectors in ((5, 96), (5, 160), (3, 400), (2, 2600))),
         _softmax((3, 8192)),
         _softmax((2, 40000)),
         _softmax((1500, 24)),
