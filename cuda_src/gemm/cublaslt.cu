@@ -45,8 +45,8 @@ enum Epilogue { kDefault = 1, kRelu = 2, kBias = 4 };
 enum DataType { kFloat32Type = 0, kFloat64Type = 1, kFloat16Type = 2, kBFloat16Type = 14 };
 enum ComputeType { kCompute32 = 68, kCompute64 = 70, kComputeTf32 = 77 };
 enum Reductions : uint32_t { kReduceInPlace = 1, kReduceInComputeType = 2 };
-constexpr int kTile = 1;  // of an algorithm
-enum Tile { kTile128x256 = 23, kTile256x128 = 24 };
+enum AlgorithmAttribute { kTile = 1, kSplits = 2 };
+enum Tile { kTile64x64 = 15, kTile128x256 = 23, kTile256x128 = 24 };
 
 struct Library {
   int (*create)(Object *handle);
@@ -196,7 +196,7 @@ uint32_t alignment(const void *data) {
 
 using Key = std::array<int64_t, 15>;  // all that the choice of an algorithm depends on
 
-// The heuristic's first algorithm for a product, if it has one. Kept because a query costs some ten microseconds.
+// The algorithm for a product, if there is one. Kept because a query costs some ten microseconds.
 struct CachedAlgorithm {
   Algorithm algorithm;
   bool found;
@@ -228,16 +228,24 @@ struct CublasLtCall {
 
   bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
-  // The best algorithm by cuBLASLt's estimate. In float32 parts of the sums may be added in place, unless the best one
-  // that does without has large tiles: on an H200 such take 0.96 to 1.02 of the time of those that add in place, with
-  // smaller ones 1.04 to 1.16 (docs/lab_notes.md). Counters keep the order of the additions, so that a call has the
-  // same bits each time.
-  CachedAlgorithm find_algorithm(Object handle) {
-    const CachedAlgorithm best = find_algorithm(handle, kReduceInComputeType);
+  // The best algorithm by cuBLASLt's estimate, except in float32 (docs/lab_notes.md):
+  // - In a product of 33 to 128 rows tiles of 64 x 64 that fill the device once, if there are such among its first
+  //   eight, took 0.91 of the time of its first on an H200, and never more than 1.01.
+  // - Elsewhere parts of the sums may be added in place, unless the best one that does without has large tiles: such
+  //   took 0.96 to 1.02 of the time of those that add in place, with smaller ones 1.04 to 1.16. Counters keep the order
+  //   of the additions, so that a call has the same bits each time.
+  CachedAlgorithm find_algorithm(Object handle, int multiprocessors) {
     const bool wide = gemm.dtype == DType::float32 && gemm.c_dtype == DType::float32 && !gemm.allow_tf32;
-    if (!wide || (best.found && has_large_tiles(best.algorithm))) return best;
-    const CachedAlgorithm in_place = find_algorithm(handle, kReduceInComputeType | kReduceInPlace);
-    return in_place.found ? in_place : best;
+    const bool few = wide && gemm.count == 1 && gemm.m > 32 && gemm.m <= 128 && !gemm.a.transposed && gemm.b.transposed;
+    Heuristic all[8] = {};
+    const int found = ask(handle, kReduceInComputeType, few ? 8 : 1, all);
+    for (int i = 0; few && i < found; ++i)
+      if (fills_once(all[i].algorithm, multiprocessors)) return {all[i].algorithm, true};
+    if (wide && !(found && has_large_tiles(all[0].algorithm))) {
+      Heuristic in_place = {};
+      if (ask(handle, kReduceInComputeType | kReduceInPlace, 1, &in_place)) return {in_place.algorithm, true};
+    }
+    return {all[0].algorithm, found > 0};
   }
 
   int run(Object handle, const Algorithm &algorithm, cudaStream_t stream) {
@@ -251,28 +259,38 @@ struct CublasLtCall {
   }
 
  private:
-  // The first algorithm. Those that sum in the type of the result are excluded where it is narrower than what the
-  // product is computed in.
-  CachedAlgorithm find_algorithm(Object handle, uint32_t reductions) {
+  // Asks for the first `wanted` algorithms; how many there are. Those that sum in the type of the result are excluded
+  // where it is narrower than what the product is computed in.
+  int ask(Object handle, uint32_t reductions, int wanted, Heuristic *results) {
     OwnedObject preference(lib.preference_destroy);
-    if (lib.preference_create(&preference.object)) return {};
+    if (lib.preference_create(&preference.object)) return 0;
     auto prefer = [&](int attribute, auto value) {
       return lib.preference_set(preference.object, attribute, &value, sizeof value);
     };
     prefer(kMaxWorkspace, uint64_t(gemm.workspace_bytes)), prefer(kReductions, reductions);
     prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
     prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));
-    Heuristic best = {};
-    int found = 0;
-    const int status =
-        lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, 1, &best, &found);
-    return {best.algorithm, !status && found && !best.state};
+    int found = 0, usable = 0;
+    if (lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, wanted, results,
+                      &found))
+      return 0;
+    while (usable < found && !results[usable].state) ++usable;
+    return usable;
+  }
+
+  int32_t of(const Algorithm &algorithm, AlgorithmAttribute attribute) const {
+    int32_t value = 0;
+    size_t written = 0;
+    return lib.algorithm_get(&algorithm, attribute, &value, sizeof value, &written) ? 0 : value;
   }
   bool has_large_tiles(const Algorithm &algorithm) const {
-    int32_t tile = 0;
-    size_t written = 0;
-    if (lib.algorithm_get(&algorithm, kTile, &tile, sizeof tile, &written)) return false;
+    const int32_t tile = of(algorithm, kTile);
     return tile == kTile128x256 || tile == kTile256x128;
+  }
+  // Whether there is a block, or nearly one, for each multiprocessor.
+  bool fills_once(const Algorithm &algorithm, int multiprocessors) const {
+    const int64_t blocks = ceil_div(gemm.m, 64) * ceil_div(gemm.n, 64) * of(algorithm, kSplits);
+    return of(algorithm, kTile) == kTile64x64 && blocks <= multiprocessors && 20 * blocks >= 17 * multiprocessors;
   }
 
   template <typename T>
@@ -324,6 +342,8 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
   if (!has_cublaslt()) return kOk;
   int device = 0;
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
   Object handle = handle_of(device);
   CublasLtCall call{found().library, gemm};
   if (!handle || !call.describe(epilogue)) return kOk;
@@ -350,7 +370,7 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
     if (known != cache().end()) {
       cached = known->second;
     } else {
-      cached = call.find_algorithm(handle);
+      cached = call.find_algorithm(handle, limits.multiprocessors);
       if (cache().size() >= kMaxCached) cache().clear();
       cache().emplace(key, cached);
     }

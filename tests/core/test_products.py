@@ -76,6 +76,15 @@ def test_long_sums_in_float32_have_the_same_bits_again(shape):
         assert torch.equal(found, ours.matmul(a, b, transpose_a=True))
 
 
+@pytest.mark.parametrize("rows", [33, 64, 128, 129])
+def test_few_rows_in_float32_have_the_same_bits_again(rows):
+    x, weight, bias = (torch.randn(shape, device="cuda") for shape in ((rows, 1024), (1024, 1024), (1024,)))
+    found, exact = ours.linear(x, weight, bias), x.double() @ weight.double().T + bias
+    assert (found - exact).abs().max() <= 4e-6 * exact.abs().max()
+    for _ in range(4):
+        assert torch.equal(found, ours.linear(x, weight, bias))
+
+
 def quarters(*shape, dtype, most=8):
     return torch.randint(-most, most + 1, shape, device="cuda").to(dtype) / 4
 
