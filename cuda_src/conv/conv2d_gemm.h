@@ -31,6 +31,7 @@ struct Conv2dGemm {
   bool independent;      // reads nothing that the kernel launched before it writes
   bool three;            // float32 in three parts (conv2d_parts.cuh): a pixel, or a kernel element, has all channels of
                          // one part after the other
+  bool hwcn;             // dweight in TF32: a and b are in that layout (conv2d_hwcn.cuh)
 
   int parts() const { return three ? 3 : 1; }
   DType factors() const { return three ? DType::bfloat16 : dtype; }
@@ -43,14 +44,16 @@ struct Conv2dGemm {
 Status conv2d_cutlass_16(const char *op, const Conv2dGemm &p, void *stream);
 Status conv2d_cutlass_32(const char *op, const Conv2dGemm &p, void *stream);
 
-// wgmma, compute capability 9.0: 16-bit dtypes, float32 in three parts, and TF32 except for dweight. dx of TF32 takes
-// the weight transposed, with output channels contiguous. conv2d_sm90_takes: whether the GEMM is supported; if so, it
-// sets p->slices, to at most max_slices. unsplit: whether the kernel may write the result itself if one slice suffices;
-// else dweight's single slice is partial sums as well.
+// wgmma, compute capability 9.0: 16-bit dtypes, float32 in three parts, and TF32. dx of TF32 takes the weight
+// transposed, with output channels contiguous, and dweight HWCN. conv2d_sm90_takes: whether the GEMM is supported;
+// if so, it sets p->slices, to at most max_slices. unsplit: whether the kernel may write the result itself if one slice
+// suffices; else dweight's single slice is partial sums as well.
 bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unsplit);
 Status conv2d_sm90(LaunchSequence &launch, const Conv2dGemm &p);
 // Packs float32 from either layout in NHWC, in three parts: channels are whole vectors of eight, aligned to 16 bytes.
 Status split_images(LaunchSequence &launch, bool nhwc, const float *from, Planes planes, void *to);
+// Copies float32 from either layout to HWCN (conv2d_hwcn.cuh).
+Status copy_to_hwcn(LaunchSequence &launch, bool nhwc, const float *from, Planes planes, float *to);
 
 }  // namespace AOT_ISA
 }  // namespace aot

@@ -19,9 +19,9 @@ struct Conv2dShape {
 
 struct Conv2dParams {
 #ifdef AOT_HAVE_SM90
-  static constexpr bool kHasThree = true;
+  static constexpr bool kHasSm90 = true;
 #else
-  static constexpr bool kHasThree = false;
+  static constexpr bool kHasSm90 = false;
 #endif
   static constexpr const char *kLayouts[] = {"NCHW", "NHWC"};
   Ints stride{2, {1, 1}}, padding{2, {0, 0}}, dilation{2, {1, 1}};
@@ -205,6 +205,17 @@ struct Conv2dParams {
   }
   static int64_t depthwise_slice(const Conv2dShape &s) { return round_up(s.channels * s.kernel(), 4); }
 
+  // Whether dweight in TF32 takes copies of x and dy in HWCN, on compute capability 9.0 (conv2d_hwcn.cuh), whose
+  // products are of 32 images at a time, at least half of them there. With a stride the copy of a large x takes as long
+  // as the products gain, unless NCHW is copied anyway.
+  bool takes_hwcn(const Conv2dShape &s, DType dtype) const {
+    return dtype == DType::float32 && allow_tf32 && s.channels >= 32 && s.channels % 4 == 0 &&
+           s.out_channels % 4 == 0 && 2 * s.batch >= round_up(s.batch, 32) &&
+           (!nhwc() || (stride.value[0] == 1 && stride.value[1] == 1)) &&
+           std::max(s.channels * s.height * s.width, s.out_channels * s.out_h * s.out_w) < int64_t{1} << 30;
+  }
+  static int64_t hwcn_pitch(int64_t images) { return round_up(images, 4); }  // of vectors of 16 bytes
+
   // How the workspace is used. The implicit GEMM kernels take NHWC with channels in whole vectors of 16 bytes; other
   // tensors are packed into the workspace first, and their channels padded with zeros, x whenever y is. Patches have
   // rows of `channels` elements, a patch padded to whole vectors, and y packed as (pixels, outputs) if it is NCHW.
@@ -222,7 +233,8 @@ struct Conv2dParams {
     // the kernels, but shape inference, which a trace may run elsewhere, knows the library and not the device.
     bool three = false;
     int64_t three_x = 0, three_weight = 0, three_y = 0, three_slices = 0;
-    int64_t library = 0;  // cuBLASLt's
+    int64_t hwcn_x = 0, hwcn_y = 0;  // of dweight in TF32, likewise
+    int64_t library = 0;             // cuBLASLt's
     int64_t dbias = 0;
 
     bool any(Kernels k) const { return of_y == k || of_dx == k || of_dweight == k; }
@@ -232,7 +244,7 @@ struct Conv2dParams {
     }
     // packed x takes the place of packed dx; what kernels of few channels use is free before and after
     int64_t backward() const {
-      return std::max({weight + (packed ? y + x : 0) + slices * slice + library,
+      return std::max({weight + (packed ? y + x : 0) + hwcn_x + hwcn_y + slices * slice + library,
                        three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx,
                        depthwise_dweight}) +
              dbias;
@@ -312,7 +324,11 @@ struct Conv2dParams {
       p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
     }
     p.slice = p.out_channels * s.kernel() * p.channels;
-    p.three = kHasThree && dtype == DType::float32 && !allow_tf32 && s.channels % 64 == 0 && s.out_channels % 64 == 0;
+    if (kHasSm90 && p.of_dweight == implicit_gemm && takes_hwcn(s, dtype)) {
+      p.hwcn_x = s.height * s.width * s.channels * hwcn_pitch(s.batch);
+      p.hwcn_y = s.out_h * s.out_w * s.out_channels * hwcn_pitch(s.batch);
+    }
+    p.three = kHasSm90 && dtype == DType::float32 && !allow_tf32 && s.channels % 64 == 0 && s.out_channels % 64 == 0;
     if (!p.three) return p;
     constexpr int64_t kBytes = 6;  // of three parts
     p.three_x = words(s.batch * s.height * s.width * s.channels, kBytes);

@@ -1,3 +1,4 @@
+#include "conv2d_hwcn.cuh"
 #include "conv2d_parts.cuh"
 #include "conv2d_wgmma.cuh"
 
@@ -173,6 +174,17 @@ auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
 }
 
 template <class F>
+auto with_tile_of_hwcn(const Conv2dWgmma &p, F f) {
+  return p.rows <= kBox ? f(Type<DweightTriple>()) : f(Type<DweightSix>());
+}
+
+int slices_of_hwcn(const Conv2dWgmma &p, int most) {
+  return with_tile_of_hwcn(p, [&](auto type) {
+    return std::max(count_slices<typename decltype(type)::type, Conv2dGemm::dweight>(p, most), 1);
+  });
+}
+
+template <class F>
 auto with_dweight_tile_of_three(const Conv2dWgmma &p, F f) {
   return p.rows <= kBox ? f(Type<ThreeRow>()) : f(Type<ThreeSquare>());
 }
@@ -191,7 +203,7 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   if (device_limits(op, &limits) != kOk || limits.major != 9) return false;
   if (!TensorMaps::get().tiled || !TensorMaps::get().im2col) return false;
   const bool dx = p->pass == Conv2dGemm::dx, dweight = p->pass == Conv2dGemm::dweight;
-  if (p->dtype == DType::float32 && !p->three && (!p->tf32 || dweight)) return false;
+  if (p->dtype == DType::float32 && !p->three && (!p->tf32 || (dweight && !p->hwcn))) return false;
   // A strided dx is one GEMM per stride phase.
   auto one_is_1 = [](int stride, int dilation) { return stride == 1 || dilation == 1; };
   if (dx && (!one_is_1(p->stride_h, p->dilation_h) || !one_is_1(p->stride_w, p->dilation_w))) return false;
@@ -208,6 +220,7 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
                 out = int64_t{p->out_h} * p->out_w * p->out_channels;
   if (p->batch * std::min(image, out) < 1 << 16) return false;
   if (p->three) return p->slices = dweight ? slices_of_three(wgmma_params(*p), max_slices) : 0, true;
+  if (p->hwcn) return p->slices = slices_of_hwcn(wgmma_params(*p), max_slices), true;
   // y and dx: in each launch, because the phases of a strided dx have sums of different lengths
   p->slices = dweight ? count_slices<Conv2dGemm::dweight>(wgmma_params(*p), max_slices) : 0;
   if (p->slices <= 1) p->slices = unsplit ? 0 : 1;
@@ -264,6 +277,11 @@ Status run(LaunchSequence &launch, const Conv2dGemm &c) {
   if (strided && !clears(c)) return run_phases<T>(launch, c);
   if (strided) p.clear_h = c.stride_h, p.clear_w = c.stride_w;
   if (!map_operands(c, &p)) return refused(launch.op());
+  if constexpr (sizeof(T) == 4)
+    if (c.pass == Conv2dGemm::dweight)
+      return with_tile_of_hwcn(p, [&](auto type) {
+        return launch_wgmma<float, Conv2dGemm::dweight, typename decltype(type)::type>(launch, p);
+      });
   return with_pass(c.pass, [&](auto pass) { return run_one<pass.value, T>(launch, p); });
 }
 
@@ -303,6 +321,14 @@ Status split_images(LaunchSequence &launch, bool nhwc, const float *from, Planes
     return launch(kernel, grid_size(blocks), kPackBlock, 0, 1, from, parts, channels, plane);
   };
   return plane > 16 ? with_tile(split_planes_kernel<64, 32>, 64, 32) : with_tile(split_planes_kernel<128, 16>, 128, 16);
+}
+
+Status copy_to_hwcn(LaunchSequence &launch, bool nhwc, const float *from, Planes p, float *to) {
+  HwcnCopy f = {from, to, static_cast<unsigned>(p.images), static_cast<unsigned>(p.channels * p.plane)};
+  f.pitch = static_cast<unsigned>(Conv2dParams::hwcn_pitch(p.images));
+  f.channels = static_cast<unsigned>(p.channels), f.plane = nhwc ? 0 : static_cast<unsigned>(p.plane);
+  const int64_t blocks = ceil_div(p.images, kHwcnImages) * ceil_div(p.channels * p.plane, kHwcnTile);
+  return launch(copy_to_hwcn_kernel, grid_size(blocks), kHwcnBlock, 0, 1, f);
 }
 
 Status conv2d_sm90(LaunchSequence &launch, const Conv2dGemm &p) {

@@ -9,9 +9,9 @@
 //   dweight  outputs: dy (pixels, outputs)      kernel elements x channels:           pixels
 //                                               x (pixels, channels)
 // where outputs are the output channels. wgmma reads 16-bit operands in either major order, so these are never
-// transposed. TF32 must be K-major: dx then takes the weight as (channels, outputs), and dweight, whose operands would
-// have to be transposed, is left to CUTLASS. float32 in three parts (conv2d_parts.cuh) has 16-bit operands: a step's
-// boxes are loaded of all parts, and six products of them added.
+// transposed. TF32 must be K-major: dx then takes the weight as (channels, outputs), and dweight takes dy and x in HWCN
+// (conv2d_hwcn.cuh): a step is of 32 images of a pixel. float32 in three parts (conv2d_parts.cuh) has 16-bit operands:
+// a step's boxes are loaded of all parts, and six products of them added.
 #pragma once
 #include "conv2d_gemm.h"
 #include "cuda/overlap.cuh"
@@ -63,8 +63,10 @@ struct Conv2dWgmma {
   int depth;           // y, dx: boxes along the channels of a kernel element's sum; dweight: boxes along channels
   int a_part, b_part;  // of three parts: channels from one to the next
   int kernel, kernel_w;
-  int tap, tap_h, tap_w;  // dx: weight's kernel element for dy's first one, and from one of dy's rows and columns on
-  int map_h, map_w;       // pixels of the im2col operand
+  // dx: weight's kernel element for dy's first one, and from one of dy's rows and columns on. dweight in TF32: `tap`
+  // boxes along the images.
+  int tap, tap_h, tap_w;
+  int map_h, map_w;  // pixels of the im2col operand
   int stride_h, stride_w, first_h, first_w, dilation_h, dilation_w;
   int row_tiles, col_tiles;
   int clear_h, clear_w;             // dx: the strides, if no other phase of them meets a kernel element; else 0
@@ -152,7 +154,11 @@ struct WgmmaBlock {
   __device__ uint32_t a_box(int stage, int i, int part = 0) const {
     return boxes + stage * Tile::kStageBytes + part * Tile::kPartBytes + i * kBoxBytes;
   }
-  __device__ uint32_t b_box(int stage, int j, int part = 0) const { return a_box(stage, Tile::kRowBoxes + j, part); }
+  __device__ uint32_t b_box(int stage, int j, int part = 0) const {
+    // 220 instructions fewer; not measured in the other kernels
+    if constexpr (kDweight && kTf32) return a_box(stage, Tile::kRowBoxes, part) + j * kBoxBytes;
+    return a_box(stage, Tile::kRowBoxes + j, part);
+  }
 
   __device__ PixelAt pixel(int i) const {
     const int w = i % p.map_w, h = i / p.map_w % p.map_h;
@@ -214,16 +220,23 @@ struct WgmmaBlock {
     }
     for (int step = at.first_step; step < at.last_step; ++step) {
       const int stage = next();
-      const PixelAt pixels = pixel(step * kBox);
+      const int first = kTf32 ? step / p.tap : step * kBox, image = kTf32 ? step % p.tap * kDepth : 0;
+      const PixelAt pixels = pixel(first);
 #pragma unroll
       for (int part = 0; part < Tile::kParts; ++part) {
         const int a = part * p.a_part, b = part * p.b_part;
 #pragma unroll
-        for (int i = 0; i < Tile::kRowBoxes; ++i)
-          tma_load(p.a, a_box(stage, i, part), &full[stage], a + (at.row_box + i) * kBox, step * kBox);
+        for (int i = 0; i < Tile::kRowBoxes; ++i) {
+          const int row = a + (at.row_box + i) * kBox;
+          if constexpr (kTf32) tma_load(p.a, a_box(stage, i), &full[stage], image, row, first);
+          else tma_load(p.a, a_box(stage, i, part), &full[stage], row, first);
+        }
 #pragma unroll
-        for (int j = 0; j < Tile::kColBoxes; ++j)
-          tma_load(p.b, b_box(stage, j, part), &full[stage], b + cols[j].c, pixels, cols[j].w, cols[j].h);
+        for (int j = 0; j < Tile::kColBoxes; ++j) {
+          if constexpr (kTf32)
+            tma_load(p.b, b_box(stage, j), &full[stage], image, cols[j].c, pixels.w + cols[j].w, pixels.h + cols[j].h);
+          else tma_load(p.b, b_box(stage, j, part), &full[stage], b + cols[j].c, pixels, cols[j].w, cols[j].h);
+        }
       }
     }
   }
@@ -243,7 +256,7 @@ struct WgmmaBlock {
 
   __device__ void mainloop(int steps, int row_group, int col_group, int &iteration, Sums &sum) const {
     // the next 16 terms (8 of TF32) are 16 rows on in an MN-major box, 32 bytes on in a K-major one
-    constexpr bool kAcrossA = kDweight, kAcrossB = kDweight || kTransposedB;
+    constexpr bool kAcrossA = kDweight && !kTf32, kAcrossB = kAcrossA || kTransposedB;
     constexpr int kStepA = kAcrossA ? 16 * kBoxRow : 32, kStepB = kAcrossB ? 16 * kBoxRow : 32;
     constexpr int kStepFirst = Tile::kSwapped ? kStepB : kStepA, kStepSecond = Tile::kSwapped ? kStepA : kStepB;
     using Mma = std::conditional_t<Tile::kSwapped, Wgmma<Factor, kSecond, kAcrossB, kAcrossA>,
@@ -655,6 +668,7 @@ inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_
   p.steps = dweight ? boxes(c.pixels(), box_depth) : p.kernel * p.depth;
   p.a_part = c.pass == Conv2dGemm::y ? c.channels : c.out_channels, p.b_part = c.channels;
   p.slices = c.slices, p.pairs = c.whole_vectors, p.independent = c.independent, p.bias = c.bias;
+  if (c.hwcn) p.tap = boxes(c.batch, box_depth), p.steps = c.out_h * c.out_w * p.tap;
   p.to = static_cast<char *>(c.to) +
          (phase_h * c.to_strides.row + phase_w * c.to_strides.column) * static_cast<int64_t>(itemsize(c.dtype));
   return p;
@@ -684,6 +698,14 @@ inline bool map_operands(const Conv2dGemm &c, Conv2dWgmma *p) {
   const DType dtype = c.factors();
   const auto box_depth = static_cast<uint32_t>(kBoxRow / itemsize(dtype));
   const int channels = c.channels * c.parts(), out_channels = c.out_channels * c.parts();  // of a pixel
+  if (c.hwcn) {
+    const uint64_t images = c.batch, out_pixels = uint64_t(c.out_h) * c.out_w;
+    const int64_t pitch = Conv2dParams::hwcn_pitch(c.batch), pixel = pitch * channels;
+    return map_tiled<3>(&p->a, dtype, c.a, {images, uint64_t(out_channels), out_pixels}, {pitch, pitch * out_channels},
+                        {box_depth, kBox, 1}) &&
+           map_tiled<4>(&p->b, dtype, c.b, {images, uint64_t(channels), uint64_t(c.width), uint64_t(c.height)},
+                        {pitch, pixel, pixel * c.width}, {box_depth, kBox, 1, 1});
+  }
   if (c.pass == Conv2dGemm::dweight)
     return map_tiled<2>(&p->a, dtype, c.a, {uint64_t(out_channels), uint64_t(c.pixels())}, {out_channels},
                         {box_depth, kBox}) &&

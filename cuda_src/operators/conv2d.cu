@@ -318,14 +318,17 @@ class ImplicitGemmCall {
     const bool dx_sm90 = dx && conv2d_sm90_takes(op(), &of_dx, kMaxCluster, true);
     if (!dx_sm90) apart = false, of_dx.to = dx;
     const bool whole = sizeof(T) == 2 && !plan_.packed;
+    of_dweight.hwcn = plan_.hwcn_x > 0;
     const bool dweight_sm90 = dweight && conv2d_sm90_takes(op(), &of_dweight, static_cast<int>(plan_.slices), whole);
+    const bool hwcn = dweight_sm90 && of_dweight.hwcn;
+    if (hwcn) AOT_TRY(copy_both_to_hwcn(dy, x, &of_dweight, &slices));
 
-    AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(), plan_.out_channels));
+    if (dx || !hwcn) AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(), plan_.out_channels));
     auto pack_x = [&] { return pack_images(plan_.packed, &x, x_at, x_planes(), plan_.channels); };
     // x is packed before dx is computed, so that dweight's kernel may overlap dx's; except that packed dx takes the
     // place of packed x
     const bool x_first = !dx || (dx_sm90 && !apart);
-    if (dweight && x_first) AOT_TRY(pack_x());
+    if (dweight && !hwcn && x_first) AOT_TRY(pack_x());
     if (dx) {
       const bool transposed = dx_sm90 && sizeof(T) == 4;
       AOT_TRY(transposed ? transpose_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
@@ -334,11 +337,13 @@ class ImplicitGemmCall {
       if (apart) AOT_TRY(unpack(false, x_at, plan_.channels, x_planes(), dx, launch_));
     }
     if (!dweight) return kOk;
-    if (!x_first) AOT_TRY(pack_x());
-    of_dweight.a = dy, of_dweight.b = x;
+    if (!hwcn) {
+      if (!x_first) AOT_TRY(pack_x());
+      of_dweight.a = dy, of_dweight.b = x;
+    }
     if (dweight_sm90) {
       of_dweight.to = of_dweight.slices ? static_cast<void *>(slices) : dweight;
-      of_dweight.independent = dx_sm90 && x_first;
+      of_dweight.independent = dx_sm90 && (x_first || hwcn);
       AOT_TRY(conv2d_sm90(launch_, of_dweight));
       if (!of_dweight.slices) return kOk;
     } else {
@@ -361,6 +366,17 @@ class ImplicitGemmCall {
     *to = parts;
     return wanted ? split_images(launch_, call_.nhwc, from, planes, parts) : kOk;
   }
+  // As dweight in TF32 takes them, to the workspace from *next on.
+  Status copy_both_to_hwcn(const T *dy, const T *x, Conv2dGemm *dweight, float **next) {
+    if constexpr (sizeof(T) == 4) {
+      float *dy_at = std::exchange(*next, *next + plan_.hwcn_y), *x_at = std::exchange(*next, *next + plan_.hwcn_x);
+      dweight->a = dy_at, dweight->b = x_at;
+      AOT_TRY(copy_to_hwcn(launch_, call_.nhwc, dy, y_planes(), dy_at));
+      return copy_to_hwcn(launch_, call_.nhwc, x, x_planes(), x_at);
+    }
+    return kOk;
+  }
+
   Planes weight_planes() const { return {call_.s.out_channels, call_.s.channels, call_.s.kernel()}; }
 
   Status y_of_three(const float *x, const float *weight, const float *bias, float *y, bool *taken) {
@@ -778,6 +794,7 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
 bool conv2d_sm90_takes(const char *, Conv2dGemm *, int, bool) { return false; }
 Status conv2d_sm90(LaunchSequence &, const Conv2dGemm &) { return kOk; }
 Status split_images(LaunchSequence &, bool, const float *, Planes, void *) { return kOk; }
+Status copy_to_hwcn(LaunchSequence &, bool, const float *, Planes, float *) { return kOk; }
 #endif
 
 // ------------------------------------------------------------------------------------------------------------- entries
