@@ -5,11 +5,11 @@ inline namespace AOT_ISA {
 namespace {
 
 template <class Math, Conv2dGemm::Pass kPass, int kRows, int kCols, int kDepth, int kWarpRows, int kWarpCols,
-          int kStages, bool kStrided = false, bool kOneVector = false, int kBlocks = 1>
+          int kStages, bool kStrided = false, int kBlocks = 1>
 Status run_32(const char *op, const Conv2dGemm &p, void *stream) {
   return launch_cutlass<CutlassConv2d<Math, float, kPass, GemmShape<kRows, kCols, kDepth>,
-                                      GemmShape<kWarpRows, kWarpCols, kDepth>, kStages, kStrided, kOneVector, kBlocks>>(
-      op, p, stream);
+                                      GemmShape<kWarpRows, kWarpCols, kDepth>, kStages, kStrided, kBlocks>>(op, p,
+                                                                                                            stream);
 }
 
 Status run_tf32(const char *op, const Conv2dGemm &p, void *stream) {
@@ -23,12 +23,11 @@ Status run_tf32(const char *op, const Conv2dGemm &p, void *stream) {
   return run_32<Math, Conv2dGemm::dweight, 128, 128, 32, 64, 64, 3>(op, p, stream);
 }
 
-// The tiles are the fastest on an H200: warps of 32 x 32 leave registers for three blocks a multiprocessor, with
-// kOneVector two.
-template <Conv2dGemm::Pass kPass, bool kStrided = false, bool kOneVector = false>
+// The tiles are the fastest on an H200: warps of 32 x 32 leave registers for three blocks a multiprocessor.
+template <Conv2dGemm::Pass kPass, bool kStrided = false>
 Status run_three(const char *op, const Conv2dGemm &p, void *stream) {
   using Math = CutlassMath<float, GemmShape<16, 8, 8>, ThreeTf32>;
-  return run_32<Math, kPass, 64, 64, 16, 32, 32, 4, kStrided, kOneVector, kOneVector ? 2 : 3>(op, p, stream);
+  return run_32<Math, kPass, 64, 64, 16, 32, 32, 4, kStrided, 3>(op, p, stream);
 }
 
 Status run_float(const char *op, const Conv2dGemm &p, void *stream) {
@@ -36,8 +35,7 @@ Status run_float(const char *op, const Conv2dGemm &p, void *stream) {
   if (p.pass == Conv2dGemm::dx)
     return p.stride_h == 1 && p.stride_w == 1 ? run_three<Conv2dGemm::dx>(op, p, stream)
                                               : run_three<Conv2dGemm::dx, true>(op, p, stream);
-  return p.channels == 4 ? run_three<Conv2dGemm::y, false, true>(op, p, stream)
-                         : run_three<Conv2dGemm::y>(op, p, stream);
+  return run_three<Conv2dGemm::y>(op, p, stream);
 }
 
 }  // namespace

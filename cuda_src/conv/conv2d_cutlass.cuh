@@ -27,11 +27,10 @@ struct CutlassMath {
   using Operator = Operator_;
 };
 
-// kStrided: dx with a stride other than 1. kOneVector: y, of a vector of channels, whose kernel elements are summed
-// without gaps. kBlocks: of a multiprocessor, at least. To: the type of the result; float for dweight, whose slices are
-// summed later.
+// kStrided: dx with a stride other than 1. kBlocks: of a multiprocessor, at least. To: the type of the result; float
+// for dweight, whose slices are summed later.
 template <class Math, typename To_, Conv2dGemm::Pass kPass_, class Tile_, class WarpTile_, int kStages_,
-          bool kStrided_ = false, bool kOneVector = false, int kBlocks_ = 1>
+          bool kStrided_ = false, int kBlocks_ = 1>
 struct CutlassConv2d {
   using T = typename Math::T;
   using To = To_;
@@ -42,8 +41,7 @@ struct CutlassConv2d {
   static constexpr int kBlocks = kBlocks_;
   static constexpr auto kStrideSupport = kPass == Conv2dGemm::dx && !kStrided ? cutlass::conv::StrideSupport::kUnity
                                                                               : cutlass::conv::StrideSupport::kStrided;
-  static constexpr auto kIterator =
-      kOneVector ? cutlass::conv::IteratorAlgorithm::kFixedChannels : cutlass::conv::IteratorAlgorithm::kOptimized;
+  static constexpr auto kIterator = cutlass::conv::IteratorAlgorithm::kOptimized;
   static constexpr int kVector = 128 / cutlass::sizeof_bits<T>::value;
   static constexpr int kToVector = 128 / cutlass::sizeof_bits<To>::value;
   using Epilogue = cutlass::epilogue::thread::LinearCombination<To, kToVector, float, float>;
@@ -63,8 +61,7 @@ struct CutlassConv2d {
 #undef AOT_CUTLASS_CONV2D
   template <class K>
   static auto with_blocks() {
-    if constexpr (std::is_same_v<typename Math::Operator, ThreeTf32>)
-      return Type<typename OfThreeTf32<K, kOneVector>::type>();
+    if constexpr (std::is_same_v<typename Math::Operator, ThreeTf32>) return Type<typename OfThreeTf32<K>::type>();
     else return Type<K>();
   }
   using Kernel = FromSm80<typename decltype(with_blocks<typename decltype(kernel())::type>())::type>;

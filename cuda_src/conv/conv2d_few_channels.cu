@@ -16,11 +16,16 @@ Status few_forward(LaunchSequence &launch, const Conv2dParams &params, const Con
   const auto outputs = static_cast<unsigned>(ceil_div(f.out_channels, kFewOutputs));
   // an H200's multiprocessors, and the blocks that each holds
   constexpr int64_t kMultiprocessors = Conv2dParams::kFullGrid / 2, kMemory = 227 << 10;
-  const int64_t held = std::min<int64_t>(Conv2dParams::kFewBlocks * 16 / f.rows, kMemory / (tiles.shared + 1024));
+  const bool three = params.few_three(dtype);
+  const int threads = f.rows / Conv2dParams::kFewRows * (three ? 64 : 32);
+  const int64_t held =
+      std::min<int64_t>(Conv2dParams::kFewBlocks * kFewThreads / threads, kMemory / (tiles.shared + 1024));
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(f.tiles, ceil_div(kMultiprocessors * held, outputs))),
                   outputs);
-  auto *kernel = c.nhwc ? conv2d_few_kernel<T, true> : conv2d_few_kernel<T, false>;
-  return launch(kernel, grid, f.rows * 8, tiles.shared, 1, f, x, weight, bias, y, steps);
+  auto run = [&](auto *kernel) { return launch(kernel, grid, threads, tiles.shared, 1, f, x, weight, bias, y, steps); };
+  if constexpr (sizeof(T) == 4)
+    if (three) return c.nhwc ? run(conv2d_few_kernel<T, true, true>) : run(conv2d_few_kernel<T, false, true>);
+  return c.nhwc ? run(conv2d_few_kernel<T, true, false>) : run(conv2d_few_kernel<T, false, false>);
 }
 
 template <typename T>

@@ -1,6 +1,6 @@
 // conv2d of few channels, such as a network's first layer: an implicit GEMM by mma.sync, whose operand from x is built
-// in shared memory. Forward and dweight, for 16 bits and TF32; any kernel, stride, padding and dilation; no groups. dx:
-// conv2d_few_dx.cuh.
+// in shared memory. Forward and dweight, for 16 bits and TF32; the forward for float32 too, as three products of TF32
+// (two_tf32.cuh). Any kernel, stride, padding and dilation; no groups. dx: conv2d_few_dx.cuh.
 //
 //            rows of a product   columns                                   summed over
 //   y        16 output channels  8 pixels                                  units of the window, 4 in a step
@@ -35,6 +35,7 @@
 #include "conv2d.cuh"
 #include "cuda/async.cuh"
 #include "cuda/overlap.cuh"
+#include "cuda/two_tf32.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -129,9 +130,10 @@ __device__ inline uint32_t product_bits(float x) {
 #endif
   return bits;
 }
-template <typename T>
+template <bool kThree = false, typename T>
 __device__ inline uint32_t element_bits(const T *p) {
   if constexpr (sizeof(T) == 2) return __ldg(reinterpret_cast<const unsigned short *>(p));
+  else if constexpr (kThree) return __float_as_uint(__ldg(p));
   else return product_bits(__ldg(p));
 }
 __device__ inline uint2 packed_bits(const uint32_t (&v)[4], uint2) { return {v[0] | v[1] << 16, v[2] | v[3] << 16}; }
@@ -154,6 +156,15 @@ __device__ inline float load_float(uint32_t shared) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared) : "memory");
   return v;
+}
+
+// The two parts of numbers, given by their bits. `big` may be x.
+__device__ inline void split(uint32_t x, uint32_t &big, uint32_t &small) { split(__uint_as_float(x), big, small); }
+__device__ inline void split(const uint2 &x, uint2 &big, uint2 &small) {
+  split(x.x, big.x, small.x), split(x.y, big.y, small.y);
+}
+__device__ inline void split(const uint4 &x, uint4 &big, uint4 &small) {
+  split(x.x, big.x, small.x), split(x.y, big.y, small.y), split(x.z, big.z, small.z), split(x.w, big.w, small.w);
 }
 
 // sum (16, 8) += a (16, depth) b (depth, 8), where depth is 16, or 8 of TF32.
@@ -189,7 +200,7 @@ struct FewTile {
 };
 
 // Writes the tile's window of x to shared memory.
-template <typename T>
+template <bool kThree = false, typename T>
 __device__ inline void stage_window(const FewChannels &f, const FewTile &tile, const T *x, char *window) {
   using Bits = Quad<T>;
   constexpr int kAtOnce = 6;  // pixels whose loads are in flight
@@ -211,7 +222,7 @@ __device__ inline void stage_window(const FewChannels &f, const FewTile &tile, c
         const T *from = x + ((h0 + i) * row + (w0 + j) * column);
         at[k] = (i * f.pitch + j) * f.quads + quad;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) v[k][c] = there && c < channels ? element_bits(from + c * channel) : 0;
+        for (int c = 0; c < 4; ++c) v[k][c] = there && c < channels ? element_bits<kThree>(from + c * channel) : 0;
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
@@ -224,7 +235,7 @@ __device__ inline void stage_window(const FewChannels &f, const FewTile &tile, c
 
 // Writes the weight of 64 output channels to shared memory: for each step, each 16 output channels and each lane the
 // operand that the lane multiplies, the words of two units.
-template <typename T, bool kNhwc>
+template <typename T, bool kNhwc, bool kThree>
 __device__ inline void stage_weight(const FewChannels &f, const T *weight, int outputs, int steps, uint32_t *to) {
   constexpr int kUnit = 8 / sizeof(T), kAtOnce = 8;  // elements of a unit; units whose loads are in flight
   const int units = f.quads * (4 / kUnit), slots = steps * 4 * kFewOutputs, threads = blockDim.x;
@@ -239,7 +250,7 @@ __device__ inline void stage_weight(const FewChannels &f, const T *weight, int o
       const T *from = weight + output * f.weight.image + element * f.weight.tap + channel * f.weight.channel;
 #pragma unroll
       for (int c = 0; c < kUnit; ++c)
-        v[k][c] = there && channel + c < f.channels ? element_bits(from + c * f.weight.channel) : 0;
+        v[k][c] = there && channel + c < f.channels ? element_bits<kThree>(from + c * f.weight.channel) : 0;
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -255,11 +266,11 @@ __device__ inline void stage_weight(const FewChannels &f, const T *weight, int o
 }
 
 // Adds the bias and stores a warp's sums.
-template <typename T>
+template <typename T, int kRows>
 __device__ inline void store_nhwc(const FewChannels &f, const FewTile &tile, int outputs, const T *bias,
-                                  const float (&sum)[4][4][2][4], T *y) {
+                                  const float (&sum)[kRows][4][2][4], T *y) {
   constexpr int kRun = 16 / sizeof(T), kRuns = kFewOutputs / 8 / kRun;
-  const int t = lane_index() % 4, first_row = tile.row + warp_index() * 4;
+  const int t = lane_index() % 4, first_row = tile.row + warp_index() * kRows;
   const auto row_step = static_cast<int>(f.y.row), column_step = static_cast<int>(f.y.column);
   y += tile.image * f.y.image;
 #pragma unroll
@@ -269,7 +280,7 @@ __device__ inline void store_nhwc(const FewChannels &f, const FewTile &tile, int
 #pragma unroll
     for (int k = 0; k < kRun; ++k) add[k] = bias && output + k < f.out_channels ? widen(bias[output + k]) : 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int pixel = 0; pixel < 4; ++pixel) {
         const int row = first_row + i, column = tile.column + pixel_of_column<true>(pixel / 2, 2 * t + pixel % 2);
@@ -289,10 +300,10 @@ __device__ inline void store_nhwc(const FewChannels &f, const FewTile &tile, int
   }
 }
 
-template <typename T>
+template <typename T, int kRows>
 __device__ inline void store_nchw(const FewChannels &f, const FewTile &tile, int outputs, const T *bias,
-                                  const float (&sum)[4][4][2][4], T *y) {
-  const int first_row = tile.row + warp_index() * 4;
+                                  const float (&sum)[kRows][4][2][4], T *y) {
+  const int first_row = tile.row + warp_index() * kRows;
   const int column = tile.column + pixel_of_column<false>(0, lane_index() % 4 * 2);
   const auto row_step = static_cast<int>(f.y.row), channel_step = static_cast<int>(f.y.channel);
   y += tile.image * f.y.image;
@@ -304,7 +315,7 @@ __device__ inline void store_nchw(const FewChannels &f, const FewTile &tile, int
       if (output >= f.out_channels) continue;
       const float add = bias ? widen(bias[output]) : 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kRows; ++i) {
         if (first_row + i >= f.out_h) continue;
         float v[4];
 #pragma unroll
@@ -324,7 +335,33 @@ __device__ inline void store_nchw(const FewChannels &f, const FewTile &tile, int
     }
 }
 
-template <typename T, bool kNhwc>
+// A product of float32: three of TF32. Tensor cores truncate what they add to: the product of the larger parts is added
+// to 0, and ordinary additions gather these. The others are summed apart, and left out where the sum is not finite: an
+// infinity has no smaller part.
+template <int kRows>
+struct ThreeSums {
+  float of[kRows][4][2][4], small[kRows][4][2][4];
+
+  __device__ void add(int i, int j, int h, const uint4 (&a)[2], const uint2 (&b)[2]) {
+    float products[4] = {};
+    multiply_add(products, a[0], b[0], float());
+    multiply_add(small[i][j][h], a[1], b[0], float()), multiply_add(small[i][j][h], a[0], b[1], float());
+#pragma unroll
+    for (int e = 0; e < 4; ++e) of[i][j][h][e] += products[e];
+  }
+  __device__ void end() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) of[i][j][h][e] += isfinite(of[i][j][h][e]) ? small[i][j][h][e] : 0;
+  }
+};
+
+template <typename T, bool kNhwc, bool kThree>
 __global__ void __launch_bounds__(kFewThreads, Conv2dParams::kFewBlocks)
     conv2d_few_kernel(const __grid_constant__ FewChannels f, const T *x, const T *weight, const T *bias, T *y,
                       int steps) {
@@ -332,7 +369,8 @@ __global__ void __launch_bounds__(kFewThreads, Conv2dParams::kFewBlocks)
   // the weight, two words for each unit, the window, and zeros
   extern __shared__ __align__(16) char dynamic[];
   const int lane = lane_index(), t = lane % 4, g = lane / 4, outputs = blockIdx.y * kFewOutputs;
-  const int first_row = warp_index() * 4, pixel_bytes = f.quads * static_cast<int>(sizeof(Quad<T>));
+  constexpr int kRows = kThree ? Conv2dParams::kFewRows / 2 : Conv2dParams::kFewRows;
+  const int first_row = warp_index() * kRows, pixel_bytes = f.quads * static_cast<int>(sizeof(Quad<T>));
   auto *weights = reinterpret_cast<uint32_t *>(dynamic);
   auto *units = reinterpret_cast<uint2 *>(weights + steps * 4 * kFewOutputs * 2);
   char *window = reinterpret_cast<char *>(units + steps * 4);
@@ -347,7 +385,7 @@ __global__ void __launch_bounds__(kFewThreads, Conv2dParams::kFewBlocks)
                      : uint2{0, zeros_at};
   }
   if (threadIdx.x < 2) reinterpret_cast<uint2 *>(window + f.window)[threadIdx.x] = {};
-  stage_weight<T, kNhwc>(f, weight, outputs, steps, weights);
+  stage_weight<T, kNhwc, kThree>(f, weight, outputs, steps, weights);
 
   const uint32_t weights_at = shared_address(weights) + lane * 16, units_at = shared_address(units) + t * 8;
   const uint32_t row_bytes = f.stride_h * f.pitch * pixel_bytes;
@@ -358,30 +396,46 @@ __global__ void __launch_bounds__(kFewThreads, Conv2dParams::kFewBlocks)
 
   for (int index = blockIdx.x; index < f.tiles; index += gridDim.x) {
     const FewTile tile(f, index);
-    stage_window(f, tile, x, window);
+    stage_window<kThree>(f, tile, x, window);
     __syncthreads();
-    float sum[4][4][2][4] = {};  // of rows of pixels, 16 output channels, and groups of 8 pixels
+    // of rows of pixels, 16 output channels, and groups of 8 pixels
+    std::conditional_t<kThree, ThreeSums<kRows>, float[kRows][4][2][4]> sum = {};
     if (tile.row + first_row < f.out_h)
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
         const uint2 unit = load_8(units_at + step * 32);
-        uint4 w[4];
+        uint4 w[4][kThree ? 2 : 1];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) w[j] = load_16(weights_at + (step * 4 + j) * 512);
+        for (int j = 0; j < 4; ++j) {
+          w[j][0] = load_16(weights_at + (step * 4 + j) * 512);
+          if constexpr (kThree) split(w[j][0], w[j][0], w[j][1]);
+        }
         uint32_t at[2] = {pixel_at[0] * unit.x + unit.y, pixel_at[1] * unit.x + unit.y};
         const uint32_t next_row = row_bytes * unit.x;
 #pragma unroll
-        for (int i = 0; i < 4; ++i, at[0] += next_row, at[1] += next_row) {
-          const uint2 pixels[] = {load_8(at[0]), load_8(at[1])};
+        for (int i = 0; i < kRows; ++i, at[0] += next_row, at[1] += next_row) {
+          uint2 pixels[2][kThree ? 2 : 1];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            pixels[h][0] = load_8(at[h]);
+            if constexpr (kThree) split(pixels[h][0], pixels[h][0], pixels[h][1]);
+          }
 #pragma unroll
           for (int j = 0; j < 4; ++j)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) multiply_add(sum[i][j][h], w[j], pixels[h], T());
+            for (int h = 0; h < 2; ++h) {
+              if constexpr (kThree) sum.add(i, j, h, w[j], pixels[h]);
+              else multiply_add(sum[i][j][h], w[j][0], pixels[h][0], T());
+            }
         }
       }
     __syncthreads();  // the window is free
-    if constexpr (kNhwc) store_nhwc(f, tile, outputs, bias, sum, y);
-    else store_nchw(f, tile, outputs, bias, sum, y);
+    auto store = [&](const auto &sums) {
+      if constexpr (kNhwc) store_nhwc(f, tile, outputs, bias, sums, y);
+      else store_nchw(f, tile, outputs, bias, sums, y);
+    };
+    if constexpr (kThree) sum.end(), store(sum.of);
+    else store(sum);
   }
 #endif
 }

@@ -251,12 +251,6 @@ __device__ inline uint4 load_positions(uint32_t at) {
           product_bits(__uint_as_float(a.w))};
 }
 
-// The two parts of numbers, given by their bits.
-__device__ inline void split(uint32_t x, uint32_t &big, uint32_t &small) { split(__uint_as_float(x), big, small); }
-__device__ inline void split(const uint4 &x, uint4 &big, uint4 &small) {
-  split(x.x, big.x, small.x), split(x.y, big.y, small.y), split(x.z, big.z, small.z), split(x.w, big.w, small.w);
-}
-
 // A warp's sums, and with kThree those of products with smaller parts.
 template <int kTiles, bool kThree>
 struct DxSums {

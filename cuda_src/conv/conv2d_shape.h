@@ -84,15 +84,20 @@ struct Conv2dParams {
   static constexpr int kFewBlocks = 3, kFewShared = 74 << 10;
   static constexpr int64_t kFewMostShared = 99 << 10;  // every device has these since 8.0
 
+  // A warp has kFewRows rows of pixels; of float32 without TF32, whose sums are two, half as many.
+  static constexpr int kFewRows = 4;
+  bool few_three(DType dtype) const { return dtype == DType::float32 && !allow_tf32; }
   FewTiles few_forward(const Conv2dShape &s, DType dtype) const {
-    return few_tiles(s, dtype, [&](const FewTiles &f) {
+    if (dtype == DType::float64) return {};
+    return few_tiles(s, dtype, few_three(dtype) ? 8 : 16, [&](const FewTiles &f) {
       const int64_t size = itemsize(dtype);
       // the weight of 64 output channels, and two words for each unit
       return int64_t{few_steps(s, few_units(f.quads, size))} * 4 * (kFewOutputs * 8 + 8);
     });
   }
   FewTiles few_dweight(const Conv2dShape &s, DType dtype) const {
-    return few_tiles(s, dtype, [&](const FewTiles &f) {
+    if (dtype == DType::float64 || few_three(dtype)) return {};
+    return few_tiles(s, dtype, 16, [&](const FewTiles &f) {
       // dy's tile, padded in either layout
       const int64_t pixels = int64_t{f.rows} * kFewColumns, size = itemsize(dtype);
       constexpr int64_t kExchange = 32 << 10;  // of warps that add their sums
@@ -138,7 +143,7 @@ struct Conv2dParams {
     const int64_t across = stride.value[0] * stride.value[1];  // parameters are below 2^15
     if (!few_fits(s) || dtype == DType::float64 || across > 1024) return {};
     FewDx f;
-    f.three = dtype == DType::float32 && !allow_tf32;
+    f.three = few_three(dtype);
     const int64_t dilations[] = {s.kernel_h > 1 ? dilation.value[0] : 1, s.kernel_w > 1 ? dilation.value[1] : 1};
     f.h = dx_axis(s.kernel_h, stride.value[0], padding.value[0], dilations[0], 1);
     f.w = dx_axis(s.kernel_w, stride.value[1], padding.value[1], dilations[1], across == 1 && s.channels <= 4 ? 2 : 1);
@@ -414,14 +419,15 @@ struct Conv2dParams {
            s.out_channels <= kMost / 8 && divide_up(s.out_channels, kFewOutputs) <= 65535;
   }
 
-  // The largest tiles for which kFewBlocks fit; else the smallest. other(tiles): bytes beside the window.
+  // The largest tiles, of `most` rows at most, for which kFewBlocks fit; else the smallest. other(tiles): bytes beside
+  // the window.
   template <class F>
-  FewTiles few_tiles(const Conv2dShape &s, DType dtype, F other) const {
+  FewTiles few_tiles(const Conv2dShape &s, DType dtype, int most, F other) const {
     constexpr int64_t kMost = 0x7fffffff;
-    const bool multiplies = itemsize(dtype) == 2 || (dtype == DType::float32 && allow_tf32);
-    if (!multiplies || !few_fits(s)) return {};
+    if (!few_fits(s)) return {};
     const int64_t h = s.kernel_h > 1 ? dilation.value[0] : 1, w = s.kernel_w > 1 ? dilation.value[1] : 1;
     for (int rows : {16, 8}) {
+      if (rows > most) continue;
       FewTiles f;
       f.rows = rows, f.quads = static_cast<int>(divide_up(s.channels, 4));
       const int64_t height = (rows - 1) * stride.value[0] + (s.kernel_h - 1) * h + 1;

@@ -7,7 +7,6 @@
 #pragma once
 #include <cutlass/conv/kernel/implicit_gemm_convolution.h>
 #include <cutlass/conv/kernel/implicit_gemm_convolution_strided_dgrad.h>
-#include <cutlass/conv/threadblock/implicit_gemm_multistage.h>
 #include <cutlass/gemm/warp/mma_tensor_op_fast_f32.h>
 
 #include "cuda/two_tf32.cuh"
@@ -94,57 +93,17 @@ struct ThreeTf32Block : Mma {
   }
 };
 
-// x of a vector of channels: steps of several kernel elements. Behind the last element CUTLASS's iterator goes on in x,
-// where the weight's zeros times an infinity would be NaN. This one ends there.
-template <class Iterator>
-class EndsWithKernel : public Iterator {
- public:
-  static_assert(Iterator::kAccessesPerVector == 1);
-
-  CUTLASS_DEVICE EndsWithKernel(const typename Iterator::Params &params, const cutlass::conv::Conv2dProblemSize &size,
-                                const typename Iterator::Element *x, int thread,
-                                const cutlass::MatrixCoord &offset = cutlass::MatrixCoord())
-      : Iterator(params, size, x, thread, offset),
-        left_(size.R * size.S - Iterator::ThreadMap::initial_offset(thread).contiguous() / kElements) {}
-  CUTLASS_DEVICE void advance() {
-    Iterator::advance();
-    left_ -= Iterator::Shape::kColumn / kElements;
-  }
-  CUTLASS_DEVICE bool valid() const { return left_ > 0 && Iterator::valid(); }
-
- private:
-  static constexpr int kElements = Iterator::AccessType::kElements;
-  int left_;  // kernel elements
-};
-template <class Mma>
-struct WithEnd;
-template <class Shape, class IteratorA, class SharedA, auto kCacheA, class IteratorB, class SharedB, auto kCacheB,
-          class Policy, int kStages>
-struct WithEnd<cutlass::conv::threadblock::ImplicitGemmMultistage<Shape, IteratorA, SharedA, kCacheA, IteratorB,
-                                                                  SharedB, kCacheB, Policy, kStages>> {
-  using type = cutlass::conv::threadblock::ImplicitGemmMultistage<Shape, EndsWithKernel<IteratorA>, SharedA, kCacheA,
-                                                                  IteratorB, SharedB, kCacheB, Policy, kStages>;
-};
-
-// CUTLASS's kernel with such blocks, and with kOneVector with such an iterator.
-template <class Kernel, bool kOneVector>
+// CUTLASS's kernel with such blocks.
+template <class Kernel>
 struct OfThreeTf32;
 template <class Mma, class Epilogue, class Swizzle, cutlass::conv::Operator kPass, class Size,
-          cutlass::conv::GroupMode kGroups, bool kOneVector>
-struct OfThreeTf32<cutlass::conv::kernel::ImplicitGemmConvolution<Mma, Epilogue, Swizzle, kPass, Size, kGroups>,
-                   kOneVector> {
-  template <class M>
-  using Kernel =
-      cutlass::conv::kernel::ImplicitGemmConvolution<ThreeTf32Block<M>, Epilogue, Swizzle, kPass, Size, kGroups>;
-  static auto kernel() {
-    if constexpr (kOneVector) return Type<Kernel<typename WithEnd<Mma>::type>>();
-    else return Type<Kernel<Mma>>();
-  }
-  using type = typename decltype(kernel())::type;
+          cutlass::conv::GroupMode kGroups>
+struct OfThreeTf32<cutlass::conv::kernel::ImplicitGemmConvolution<Mma, Epilogue, Swizzle, kPass, Size, kGroups>> {
+  using type =
+      cutlass::conv::kernel::ImplicitGemmConvolution<ThreeTf32Block<Mma>, Epilogue, Swizzle, kPass, Size, kGroups>;
 };
 template <class Mma, class Epilogue, class Swizzle, cutlass::conv::Operator kPass, class Size>
-struct OfThreeTf32<cutlass::conv::kernel::ImplicitGemmConvolutionStridedDgrad<Mma, Epilogue, Swizzle, kPass, Size>,
-                   false> {
+struct OfThreeTf32<cutlass::conv::kernel::ImplicitGemmConvolutionStridedDgrad<Mma, Epilogue, Swizzle, kPass, Size>> {
   using type =
       cutlass::conv::kernel::ImplicitGemmConvolutionStridedDgrad<ThreeTf32Block<Mma>, Epilogue, Swizzle, kPass, Size>;
 };
