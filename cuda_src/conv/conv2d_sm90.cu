@@ -27,8 +27,7 @@ using DweightNine = WgmmaTile<3, 3, 3, 1, 4, 1>;
 
 // float32 in three parts: y and dx, and dweight
 using ThreeColumn = WgmmaTile<2, 1, 2, 1, 3, 1, 0, false, 3>;
-using ThreeSquare = WgmmaTile<2, 2, 2, 1, 2, 1, 0, false, 3>;
-using ThreeRow = WgmmaTile<1, 2, 1, 1, 3, 1, 0, false, 3>;  // up to 64 output channels
+using ThreeRow = WgmmaTile<1, 2, 1, 1, 3, 1, 0, false, 3>;
 
 template <class Tile>
 int64_t count_tiles(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
@@ -184,16 +183,10 @@ int slices_of_hwcn(const Conv2dWgmma &p, int most) {
   });
 }
 
-template <class F>
-auto with_dweight_tile_of_three(const Conv2dWgmma &p, F f) {
-  return p.rows <= kBox ? f(Type<ThreeRow>()) : f(Type<ThreeSquare>());
-}
 int slices_of_three(const Conv2dWgmma &p, int most) {
-  return with_dweight_tile_of_three(p, [&](auto type) {
-    const int64_t tiles = count_tiles<typename decltype(type)::type>(Conv2dGemm::dweight, p);
-    return static_cast<int>(
-        std::max<int64_t>(std::min<int64_t>({most, kMultiprocessors / tiles, ceil_div(p.steps, 4)}), 1));
-  });
+  const int64_t tiles = count_tiles<ThreeRow>(Conv2dGemm::dweight, p);
+  return static_cast<int>(
+      std::max<int64_t>(std::min<int64_t>({most, kMultiprocessors / tiles, ceil_div(p.steps, 4)}), 1));
 }
 
 }  // namespace
@@ -294,10 +287,7 @@ Status run_three(LaunchSequence &launch, const Conv2dGemm &c) {
   }
   Conv2dWgmma p = wgmma_params(c);
   if (!map_operands(c, &p)) return refused(launch.op());
-  if (c.pass == Conv2dGemm::dweight)
-    return with_dweight_tile_of_three(p, [&](auto type) {
-      return launch_wgmma<float, Conv2dGemm::dweight, typename decltype(type)::type>(launch, p);
-    });
+  if (c.pass == Conv2dGemm::dweight) return launch_wgmma<float, Conv2dGemm::dweight, ThreeRow>(launch, p);
   return with_pass(c.pass, [&](auto pass) {
     const int slices = count_slices<ThreeColumn, pass.value>(p, kMaxCluster);
     p.slices = slices > 1 ? slices : 0;

@@ -41,9 +41,7 @@ struct WgmmaTile {
   static constexpr int kGroups = kRowGroups * kColGroups, kOutBoxes = kOutBoxes_;
   static constexpr bool kSwapped = kSwapped_;
   static constexpr int kParts = kParts_;
-  // Registers of consumers and of the producer, which is a warpgroup then, if they do not start with enough.
-  static constexpr int kTaken = kParts == 3 && kRowGroups * kColGroups == 2 && kColBoxes == 2 ? 232 : 0, kLeft = 40;
-  static constexpr int kThreads = kGroups * 128 + (kTaken ? 128 : 32);
+  static constexpr int kThreads = kGroups * 128 + 32;
   static constexpr int kPartBytes = (kRowBoxes + kColBoxes) * kBoxBytes, kStageBytes = kParts * kPartBytes;
   static constexpr int kOut = kStages * kStageBytes;
   static constexpr int kBoxesBytes = kOut + kGroups * kOutBoxes * kBoxBytes;
@@ -557,13 +555,11 @@ __device__ inline void compute_block(bool independent, Each each) {
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
   int iteration = 0;
   if (group < Tile::kGroups) {
-    if constexpr (Tile::kTaken) take_registers<Tile::kTaken>();
     each([&](const Conv2dWgmma &p, int first) {
       Block{p, first, boxes, full, empty}.compute_tiles(group % Tile::kRowGroups, group / Tile::kRowGroups, iteration);
     });
     if constexpr (Tile::kSwapped) wait_for_stores();  // of this thread, of which most have none
   } else {
-    if constexpr (Tile::kTaken) give_registers<Tile::kLeft>();
     if (threadIdx.x != Tile::kGroups * 128) return;
     if (!independent) wait_for_kernel_before();
     // The next kernel may be `independent` of this one and read what earlier kernels wrote, without waiting: it may
