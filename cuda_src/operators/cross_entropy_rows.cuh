@@ -143,6 +143,19 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
                                 const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
                                 bool after_count);
 
+// The rows of a forward that reduces them, all by one block (cross_entropy_few.cu).
+template <typename T>
+Status cross_entropy_few(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
+                         const Loss<T> &loss, T *slope, const Extras<T> &extras, void *stream);
+constexpr int kFewRows = 32, kFewCols = 256;
+
+// Whether that block has them: more would take it longer than three kernels. It has no weights, no cap and no float64.
+template <typename T, typename A>
+bool has_few_rows(const CrossEntropyAttrs &attrs, const Extras<T, A> &extras, int64_t rows, int64_t cols) {
+  const bool few = rows >= 1 && rows <= kFewRows && cols >= 1 && cols <= kFewCols;
+  return few && attrs.reduces() && !extras.weight.data && extras.softcap == 0;
+}
+
 // Writes the divisor of a mean over x's rows: their count, or, given the weights of the classes, the sum of these. This
 // kernel overlaps the end of the one before.
 template <typename T>
@@ -173,9 +186,12 @@ Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, co
   const Tensor &x = in[op.kX];
   const int64_t n = op.rows(x);
   if (op.reduces() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  const Targets targets(in[op.kTarget], op.ignore_index);
+  if constexpr (sizeof(T) <= 4)
+    if (has_few_rows(op, extras, n, op.cols(x)))
+      return cross_entropy_few(op.name, op, x, targets, Loss<T>(y), slope, extras, stream);
   const bool divides = slope && op.divides_slope(x), weighs = op.mean() && extras.weight.data;
   A *count = divides || weighs ? work.as<A>() : nullptr, *losses = op.reduces() ? work.as<A>() + op.kLosses : nullptr;
-  const Targets targets(in[op.kTarget], op.ignore_index);
   if (count) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, n, op.cols(x), stream));
   const Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(y), losses, slope};
   const Scale<T, A> scale = {{}, false, divides ? count : nullptr};

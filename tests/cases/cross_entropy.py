@@ -91,6 +91,7 @@ EXTRAS = (
     case_of((4, 6), weight="own", reduction="none"),
     case_of((4, 6), weight="wide"),
     case_of((4, 6), z_loss=0.1),
+    case_of((300, 6), z_loss=0.1),
     case_of((4, 6), softcap=1.5, reduction="sum"),
     case_of((5, 7), weight="wide", label_smoothing=0.2, ignore_index=1),
     case_of((6,), weight="own", **_EXTRAS),
@@ -141,6 +142,12 @@ ROW = Row(
         case_of((2, 40000)),
         case_of((1500, 24), ignore_index=7),
         case_of((17000, 6), ignore_index=2),  # sums over more rows than one block of a GPU takes
+        case_of((300, 33), label_smoothing=0.1),
+        case_of((300, 6), reduction="sum"),
+        # the most rows and columns of a single block, and more than those
+        case_of((32, 256), ignore_index=3),
+        case_of((32, 100), label_smoothing=0.1),
+        case_of((33, 10)),
         *EXTRAS,
     ),
     under_load=(

@@ -36,6 +36,8 @@ ROW = Row(
         # one for each path of a kernel
         case_of((33, 1025), label_smoothing=0.2),
         case_of((2, 40000), reduction="none"),
+        case_of((300, 33), scale=20.0),
+        case_of((32, 256), label_smoothing=0.1),  # by a single block
         *EXTRAS,
     ),
     under_load=(
