@@ -184,8 +184,9 @@ Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const
     return check_launch(op);
   }
   auto launch = [&](auto kind) {
-    return [=](auto shape, const RegisterRowPlan &plan) {
+    return [=](auto shape, RegisterRowPlan plan) {
       using Row = typename decltype(kind)::template Row<decltype(shape)>;
+      plan.overlap = kScaleOverlaps<decltype(shape)> && overlaps(rows * plan.cluster);
       return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_scale_kernel<Row>, stream, from, dx,
                                                    targets, scale, rows, cols);
     };

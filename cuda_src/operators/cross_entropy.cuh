@@ -358,9 +358,15 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
   results.write_loss(row, row_loss(s, widen(x[row * cols + c.column()]), c, smoothing));
 }
 
+// Whether that of slope * scale may overlap the end of the one before: small blocks would start more slowly
+// (overlap.cuh).
+template <class Shape>
+constexpr bool kScaleOverlaps = Shape::kSpan != Span::warp || Shape::kVectors > 1;
+
 template <class Row, class Shape = typename Row::Shape, typename T = typename Row::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads)
     cross_entropy_scale_kernel(const T *slope, T *dx, Targets targets, Scale<T, A> scale, int64_t rows, int64_t cols) {
+  if constexpr (kScaleOverlaps<Shape>) wait_for_kernel_before(), launch_next();
   Row part = row_of<Row>(slope, cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
