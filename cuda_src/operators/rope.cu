@@ -91,8 +91,11 @@ Status launch_rope(const char *op, const T *x, const W *cos, const W *sin, T *y,
                        static_cast<Accumulate<T>>(sign));
 }
 
+// Places of all heads whose threads do not fill the device, if each has several heads.
+constexpr int64_t kFewPlaces = 64 << 10;
+
 // Four heads for each number of the tables where each row has a row of theirs of its own; two, or one, where
-// neighbouring rows share it, and the first cache.
+// neighbouring rows share it, and the first cache; one where places are few.
 template <typename T, typename W, bool interleaved>
 Status run_rope(const char *op, const T *x, const W *cos, const W *sin, T *y, const TableRows &table, int sign,
                 void *stream) {
@@ -100,6 +103,8 @@ Status run_rope(const char *op, const T *x, const W *cos, const W *sin, T *y, co
   const RopeSizes &z = table.z;
   const bool vectors = aligned(x, cos, sin, y) && z.half % n == 0 && z.dim % n == 0 && z.width % n == 0;
   if (!vectors) return launch_rope<T, W, 1, interleaved, 1>(op, x, cos, sin, y, table, sign, stream);
+  if (z.x_rows() * head_places(z, n) <= kFewPlaces)
+    return launch_rope<T, W, n, interleaved, 1>(op, x, cos, sin, y, table, sign, stream);
   if (z.heads_first && z.heads >= 4)
     return launch_rope<T, W, n, interleaved, 4>(op, x, cos, sin, y, table, sign, stream);
   if (!z.heads_first && z.heads % 2 == 0)
