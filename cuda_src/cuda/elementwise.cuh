@@ -2,7 +2,7 @@
 // blocks of kMapBlock threads.
 #pragma once
 #include "keep.cuh"
-#include "launch.cuh"
+#include "overlap.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -96,6 +96,22 @@ __device__ inline void map(F f, int64_t n, T *const (&y)[kOutputs], const T *con
     auto result = map_vector<kOutputs>(f, v[k]);
     for (int j = 0; j < kOutputs; ++j) store(y[j] + at + k * kMapBlock * kSize, result.value[j]);
   }
+}
+
+// Kernels of few elements start while the one before them ends: such a kernel calls this first. Others do not, because
+// a kernel that may overlap starts fewer blocks a nanosecond (overlap.cuh).
+template <typename T>
+constexpr bool kHasFew = sizeof(T) < 8;  // float64 does without
+template <bool kFew>
+__device__ inline void begin_map() {
+  if constexpr (kFew) wait_for_kernel_before(), launch_next();
+}
+
+template <typename T, typename... Parameters, typename... Arguments>
+Status launch_map(const char *op, void (*few)(Parameters...), void (*many)(Parameters...), unsigned grid, void *stream,
+                  const Arguments &...arguments) {
+  const bool is_few = kHasFew<T> && overlaps(grid);
+  return launch_kernel(op, is_few ? few : many, {grid, kMapBlock, 0, 1, is_few}, stream, arguments...);
 }
 
 }  // namespace AOT_ISA

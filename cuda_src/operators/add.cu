@@ -7,8 +7,9 @@ inline namespace AOT_ISA {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-template <typename T>
+template <typename T, bool kFew>
 __global__ void __launch_bounds__(kMapBlock) add_kernel(const T *a, const T *b, T *y, int64_t n) {
+  begin_map<kFew>();
   map<T, 1>([](auto a, auto b) { return a + b; }, n, {y}, {a, b});
 }
 
@@ -34,7 +35,8 @@ Status add_cuda(const Add &op, const Tensor *in, const Tensor *out, void *stream
     const unsigned grid = map_grid<T, 1>(n);
     const auto s = static_cast<cudaStream_t>(stream);
     if (!b) add_number_kernel<T><<<grid, kMapBlock, 0, s>>>(a, static_cast<Accumulate<T>>(op.addend()), y, n);
-    else if (op.alpha == 1) add_kernel<T><<<grid, kMapBlock, 0, s>>>(a, b, y, n);
+    else if (op.alpha == 1)
+      return launch_map<T>(Add::name, add_kernel<T, kHasFew<T>>, add_kernel<T, false>, grid, stream, a, b, y, n);
     else add_scaled_kernel<T><<<grid, kMapBlock, 0, s>>>(a, b, static_cast<Accumulate<T>>(op.alpha), y, n);
     return check_launch(Add::name);
   });

@@ -9,12 +9,15 @@ namespace {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-template <bool kTanh>
-constexpr int kGeluVectors = kTanh ? 1 : 2;
+// Without approximation it is bound by computation, and a thread has two vectors; few elements would wait for the
+// second.
+template <bool kTanh, bool kFew>
+constexpr int kGeluVectors = kTanh || kFew ? 1 : 2;
 
-template <typename T, bool kTanh>
+template <typename T, bool kTanh, bool kFew>
 __global__ void __launch_bounds__(kMapBlock) gelu_kernel(const T *x, T *y, int64_t n) {
-  map<T, kGeluVectors<kTanh>>([](auto x) { return gelu<T, kTanh>(x); }, n, {y}, {x});
+  begin_map<kFew>();
+  map<T, kGeluVectors<kTanh, kFew>>([](auto x) { return gelu<T, kTanh>(x); }, n, {y}, {x});
 }
 
 template <typename T, bool kTanh>
@@ -28,10 +31,18 @@ Status gelu_cuda(const Gelu &op, const Tensor *in, const Tensor *out, void *stre
   const Tensor &x = in[0], &y = out[0];
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    auto kernel = op.tanh() ? gelu_kernel<T, true> : gelu_kernel<T, false>;
-    unsigned grid = (op.tanh() ? map_grid<T, kGeluVectors<true>> : map_grid<T, kGeluVectors<false>>)(x.size());
-    kernel<<<grid, kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(x.as<const T>(), y.as<T>(), x.size());
-    return check_launch(Gelu::name);
+    const int64_t n = x.size();
+    auto launch = [&](auto tanh, auto is_few) {
+      constexpr bool kTanh = tanh.value, kFew = is_few.value;
+      const LaunchShape shape = {map_grid<T, kGeluVectors<kTanh, kFew>>(n), kMapBlock, 0, 1, kFew};
+      return launch_kernel(Gelu::name, gelu_kernel<T, kTanh, kFew>, shape, stream, x.as<const T>(), y.as<T>(), n);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+    if (op.tanh()) return launch(kYes, kNo);
+    if constexpr (kHasFew<T>)
+      if (overlaps(map_grid<T, 1>(n))) return launch(kNo, kYes);
+    return launch(kNo, kNo);
   });
 }
 

@@ -9,8 +9,9 @@ namespace {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-template <typename T>
+template <typename T, bool kFew>
 __global__ void __launch_bounds__(kMapBlock) swiglu_kernel(const T *gate, const T *up, T *y, int64_t n) {
+  begin_map<kFew>();
   map<T, 1>([](auto gate, auto up) { return gate * sigmoid<T>(gate) * up; }, n, {y}, {gate, up});
 }
 
@@ -20,9 +21,10 @@ __device__ inline Elements<A, 2> swiglu_gradient(A dy, A gate, A up) {
   return {{dy * up * (s.value + gate * s.slope), dy * (gate * s.value)}};
 }
 
-template <typename T>
+template <typename T, bool kFew>
 __global__ void __launch_bounds__(kMapBlock)
     swiglu_backward_kernel(const T *dy, const T *gate, const T *up, T *dgate, T *dup, int64_t n) {
+  begin_map<kFew>();
   map<T, 1, true>([](auto dy, auto gate, auto up) { return swiglu_gradient<T>(dy, gate, up); }, n, {dgate, dup},
                   {dy, gate, up});
 }
@@ -33,9 +35,8 @@ Status swiglu_cuda(const Swiglu &, const Tensor *in, const Tensor *out, void *st
   const Tensor &gate = in[0], &up = in[1], &y = out[0];
   return dispatch(y.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    swiglu_kernel<T><<<map_grid<T, 1>(y.size()), kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-        gate.as<const T>(), up.as<const T>(), y.as<T>(), y.size());
-    return check_launch(Swiglu::name);
+    return launch_map<T>(Swiglu::name, swiglu_kernel<T, kHasFew<T>>, swiglu_kernel<T, false>, map_grid<T, 1>(y.size()),
+                         stream, gate.as<const T>(), up.as<const T>(), y.as<T>(), y.size());
   });
 }
 
@@ -43,9 +44,9 @@ Status swiglu_backward_cuda(const SwigluBackward &, const Tensor *in, const Tens
   const Tensor &dy = in[0], &gate = in[1], &up = in[2], &dgate = out[0], &dup = out[1];
   return dispatch(dy.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    swiglu_backward_kernel<T><<<map_grid<T, 1>(dy.size()), kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-        dy.as<const T>(), gate.as<const T>(), up.as<const T>(), dgate.as<T>(), dup.as<T>(), dy.size());
-    return check_launch(SwigluBackward::name);
+    return launch_map<T>(SwigluBackward::name, swiglu_backward_kernel<T, kHasFew<T>>, swiglu_backward_kernel<T, false>,
+                         map_grid<T, 1>(dy.size()), stream, dy.as<const T>(), gate.as<const T>(), up.as<const T>(),
+                         dgate.as<T>(), dup.as<T>(), dy.size());
   });
 }
 
