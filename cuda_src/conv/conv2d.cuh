@@ -72,8 +72,8 @@ class LaunchSequence {
 };
 
 // conv2d of few channels (conv2d_few_channels.cuh, conv2d_few_dx.cuh), from compute capability 8.0, for the calls that
-// Conv2dParams assigns to it: T is a 16-bit type, or float, which is multiplied as TF32, in dx also as float32. bias
-// may be null. partial: dweight's sums, for each of params.few_slices() (out_channels, kernel, channels in quads).
+// Conv2dParams assigns to it: T is a 16-bit type, or float, which is multiplied as TF32, in y and dx also as float32.
+// bias may be null. partial: dweight's sums, for each of params.few_slices() (out_channels, kernel, channels in quads).
 // operands: memory for the weight as dx's kernel reads it, aligned to 16 bytes.
 template <typename T>
 Status few_forward(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, DType dtype, const T *x,

@@ -210,11 +210,19 @@ struct Conv2dParams {
   }
   static int64_t depthwise_slice(const Conv2dShape &s) { return round_up(s.channels * s.kernel(), 4); }
 
+  // Whether a 1 x 1 kernel on NCHW is a product for each image, without packing. In 16 bits the implicit GEMM is
+  // faster, even though those tensors must be packed.
+  bool pointwise(const Conv2dShape &s, DType dtype) const {
+    auto are = [](const Ints &pair, int64_t value) { return pair.value[0] == value && pair.value[1] == value; };
+    return (dtype == DType::float32 || dtype == DType::float64) && groups == 1 && !nhwc() && s.kernel() == 1 &&
+           are(stride, 1) && are(padding, 0) && s.channels > 0 && s.out_channels > 0 && s.pixels() > 0;
+  }
+
   // Whether dweight in TF32 takes copies of x and dy in HWCN, on compute capability 9.0 (conv2d_hwcn.cuh), whose
   // products are of 32 images at a time, at least half of them there. With a stride the copy of a large x takes as long
   // as the products gain, unless NCHW is copied anyway.
   bool takes_hwcn(const Conv2dShape &s, DType dtype) const {
-    return dtype == DType::float32 && allow_tf32 && s.channels >= 32 && s.channels % 4 == 0 &&
+    return dtype == DType::float32 && allow_tf32 && !pointwise(s, dtype) && s.channels >= 32 && s.channels % 4 == 0 &&
            s.out_channels % 4 == 0 && 2 * s.batch >= round_up(s.batch, 32) &&
            (!nhwc() || (stride.value[0] == 1 && stride.value[1] == 1)) &&
            std::max(s.channels * s.height * s.width, s.out_channels * s.out_h * s.out_w) < int64_t{1} << 30;
@@ -238,7 +246,7 @@ struct Conv2dParams {
     // the kernels, but shape inference, which a trace may run elsewhere, knows the library and not the device.
     bool three = false;
     int64_t three_x = 0, three_weight = 0, three_y = 0, three_slices = 0;
-    int64_t hwcn_x = 0, hwcn_y = 0;  // of dweight in TF32, likewise
+    int64_t hwcn_x = 0, hwcn_y = 0;  // copies of dweight in TF32, of 9.0 alone likewise
     int64_t library = 0;             // cuBLASLt's
     int64_t dbias = 0;
 

@@ -343,7 +343,7 @@ class ImplicitGemmCall {
     }
     if (dweight_sm90) {
       of_dweight.to = of_dweight.slices ? static_cast<void *>(slices) : dweight;
-      of_dweight.independent = dx_sm90 && (x_first || hwcn);
+      of_dweight.independent = dx_sm90 && x_first;
       AOT_TRY(conv2d_sm90(launch_, of_dweight));
       if (!of_dweight.slices) return kOk;
     } else {
@@ -481,16 +481,11 @@ class ImplicitGemmCall {
   Conv2dGemm p_ = {};
 };
 
-// A 1 x 1 kernel on NCHW: one GEMM per image, without packing. For float32 and float64 only: the implicit GEMM kernels
-// are faster with 16-bit dtypes even though those tensors must be packed.
+// A 1 x 1 kernel on NCHW: one GEMM per image (Conv2dParams::pointwise).
 class PointwiseCall {
  public:
   PointwiseCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, DType dtype, cudaStream_t stream)
-      : op_(op), s_(s), plane_(s.height * s.width), stream_(stream) {
-    auto is = [](const Ints &pair, int64_t value) { return pair.value[0] == value && pair.value[1] == value; };
-    supported_ = params.groups == 1 && !params.nhwc() && s.kernel() == 1 && is(params.stride, 1) &&
-                 is(params.padding, 0) && (dtype == DType::float32 || dtype == DType::float64) && s.channels > 0 &&
-                 s.out_channels > 0 && s.batch * plane_ > 0;
+      : op_(op), s_(s), plane_(s.height * s.width), stream_(stream), supported_(params.pointwise(s, dtype)) {
     g_.dtype = g_.c_dtype = dtype, g_.count = s.batch, g_.allow_tf32 = params.allow_tf32;
   }
   bool supports() const { return supported_; }

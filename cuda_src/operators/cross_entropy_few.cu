@@ -1,5 +1,5 @@
 // A forward of cross entropy whose rows are few: a single block counts them, computes their losses and slopes, and adds
-// the losses up, where many rows take three kernels, whose latencies are all that few rows cost.
+// the losses up. Many rows take two or three kernels, whose latencies are all that few rows cost.
 #include "cross_entropy.cuh"
 
 namespace aot {
@@ -13,6 +13,7 @@ template <typename T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(32 * kFewRows, 1)
     cross_entropy_few_kernel(const T *x, Targets targets, Loss<T> loss, T *slope, bool mean, bool divides, A z_loss,
                              A *lse, Indices predictions, int cols, Smoothing<A> smoothing) {
+  using E = CappedAs<T>;  // of exact exponentials, because lse is in float32
   constexpr int kElements = kFewCols / 32;
   __shared__ A losses[kFewRows];
   wait_for_kernel_before();
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(32 * kFewRows, 1)
   for (A x : v) s.max = max(s.max, x);
   s.max = max_lanes<32>(s.max);
   const A base = s.base();
-  const ShiftedExp<T, A> exponential(base);
+  const ShiftedExp<E, A> exponential(base);
   A at_target = 0;
   int first = Best<A>::kNone;  // that has the maximum
 #pragma unroll
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(32 * kFewRows, 1)
     if (mine) predictions.write(row, first == Best<A>::kNone ? 0 : first);
   }
   if (slope) {
-    const Probability<T, A> p(s, 1, with.of_p);
+    const Probability<E, A> p(s, 1, with.of_p);
     T *to = slope + row * cols + lane;
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(32 * kFewRows, 1)
   __syncthreads();
   if (row > 0) return;
   const A sum = sum_lanes<32>(lane < rows ? losses[lane] : A(0));
-  if (lane == 0) loss.write(0, mean ? sum / count : sum);
+  if (lane == 0) loss.write(0, mean ? sum / count : sum + A(0));  // + 0: not -0
 }
 
 }  // namespace

@@ -152,7 +152,7 @@ constexpr int kFewRows = 32, kFewCols = 256;
 // Whether that block has them: more would take it longer than three kernels. It has no weights, no cap and no float64.
 template <typename T, typename A>
 bool has_few_rows(const CrossEntropyAttrs &attrs, const Extras<T, A> &extras, int64_t rows, int64_t cols) {
-  const bool few = rows >= 1 && rows <= kFewRows && cols >= 1 && cols <= kFewCols;
+  const bool few = sizeof(T) <= 4 && rows >= 1 && rows <= kFewRows && cols >= 1 && cols <= kFewCols;
   return few && attrs.reduces() && !extras.weight.data && extras.softcap == 0;
 }
 
