@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from aotops.bench import report
-from aotops.bench.sources import of_kernel
+from aotops.bench.sources import CPU_PREFIX, of_kernel
 from aotops.ops import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -231,13 +231,28 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def changed(rows: Sequence[Row]) -> list[str]:
-    """A line of the operators of which rows are older than their sources, with the number of these, and the dates."""
-    old = [row for row in rows if row["impl"] == "aotops" and row["kernel"] != of_kernel(row["op"], device="cpu")]
-    if not old:
+    """A line of the operators of which rows are older than their sources, with the number of these, and the dates; and
+    one of those whose rows do not say of which CPU sources they are."""
+    old, unknown = list[Row](), list[Row]()
+    for row in rows:
+        if row["impl"] != "aotops":
+            continue
+        if not (row["kernel"] or "").startswith(CPU_PREFIX):
+            unknown.append(row)
+        elif row["kernel"] != of_kernel(row["op"], device="cpu"):
+            old.append(row)
+    return [
+        *_counts("rows that are older than their sources", old),
+        *_counts("rows without a hash of CPU sources", unknown),
+    ]
+
+
+def _counts(what: str, rows: Sequence[Row]) -> list[str]:
+    if not rows:
         return []
-    counts = ", ".join(f"{op} {n}" for op, n in Counter(row["op"] for row in old).items())
-    dates = sorted({row["date"] for row in old})
-    return [f"rows that are older than their sources, of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {counts}"]
+    counts = ", ".join(f"{op} {n}" for op, n in Counter(row["op"] for row in rows).items())
+    dates = sorted({row["date"] for row in rows})
+    return [f"{what}, of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {counts}"]
 
 
 def _speed(found: Mapping[str, Row]) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 _CHECKOUT = Path(__file__).parents[2] / "cuda_src"
 _ENGINES = ("gemm", "conv")
 """Folders of which one header stands for all kernels: a product's launcher chooses among them."""
+CPU_PREFIX = "cpu:"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)".*$', re.M)
 # Strings and characters are kept, since they may contain what looks like a comment.
 _TOKEN = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)
@@ -22,7 +23,8 @@ def of_kernel(op: str, root: Path = _CHECKOUT, device: str = "cuda") -> str | No
 
     For ``cuda``: its ``.cu``, the headers that it includes, and the engines of which it includes a header. Where there
     is no kernel among them, those of the operators whose headers it includes. For ``cpu``: its ``.cpp``, the headers
-    that it includes, and the ``.cpp`` of each of these, whose functions it may call.
+    that it includes, and the ``.cpp`` of each of these, whose functions it may call; it begins with CPU_PREFIX, since
+    earlier records of the CPU have the hash of the ``.cu``.
 
     The calling convention (``aot.h`` and the other files beside it) is left out: it is the host's, and no part of the
     time on the device.
@@ -36,7 +38,8 @@ def of_kernel(op: str, root: Path = _CHECKOUT, device: str = "cuda") -> str | No
     if not files:
         return None
     texts = sorted(map(_code, files))
-    return sha256("\n".join(texts).encode()).hexdigest()[:12]
+    found = sha256("\n".join(texts).encode()).hexdigest()[:12]
+    return CPU_PREFIX + found if device == "cpu" else found
 
 
 def _reached(files: list[Path], root: Path, beside: str = "") -> set[Path]:

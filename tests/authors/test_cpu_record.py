@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aotops.bench.sources import of_kernel
+from aotops.bench.sources import CPU_PREFIX, of_kernel
 from benchmarks import cpu
 
 RECORDS = {file.name: json.loads(file.read_text()) for file in sorted(cpu.RESULT.parent.glob("cpu*.json"))}
@@ -36,7 +36,7 @@ def test_rows_say_what_they_measured(record):
     assert {row["threads"] for row in record["rows"]} == set(map(int, record["copy_gbs"])) <= set(cpu.THREADS)
     for row in record["rows"]:
         assert row["us"] > 0
-        assert row["impl"] != "aotops" or (row["version"] and len(row["kernel"]) == 12)
+        assert row["impl"] != "aotops" or (row["version"] and len(row["kernel"].removeprefix(CPU_PREFIX)) == 12)
 
 
 def row(threads, impl="aotops", us=1.0):
@@ -73,10 +73,13 @@ def test_the_summary_has_the_cases_in_which_torch_is_ahead():
 
 def test_rows_that_are_older_than_their_sources_are_told():
     fresh = row(1) | {"kernel": of_kernel("add", device="cpu"), "date": "2001-01-03"}
-    old = [fresh | {"kernel": of_kernel("add"), "date": f"2001-01-0{day}"} for day in (2, 1)]
+    old = [fresh | {"kernel": of_kernel("gelu", device="cpu"), "date": f"2001-01-0{day}"} for day in (2, 1)]
+    unknown = [fresh | {"kernel": kernel, "date": "2001-01-04"} for kernel in (of_kernel("add"), None)]
     assert cpu.changed([fresh, row(1, "torch")]) == []
-    (line,) = cpu.changed([fresh, *old, row(1, "torch")])
-    assert line == "rows that are older than their sources, of 2001-01-01 to 2001-01-02: add 2"
+    assert cpu.changed([fresh, *old, *unknown, row(1, "torch")]) == [
+        "rows that are older than their sources, of 2001-01-01 to 2001-01-02: add 2",
+        "rows without a hash of CPU sources, of 2001-01-04: add 2",
+    ]
 
 
 MEASURED = """
