@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import accumulation, running
 from . import functional as F
+from .tensors import is_number
 
 
 class _Offset:
@@ -199,11 +200,6 @@ class Conv2d(torch.nn.Conv2d):
         return F.conv2d(input, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
 
 
-def _is_number(eps: Any) -> bool:
-    """Whether it is an epsilon that torch's batch norm takes, and no bool."""
-    return type(eps) in (float, int) and eps > 0
-
-
 class _BatchNorm:
     """A module of torch.nn's batch norms on the library's kernel."""
 
@@ -217,7 +213,8 @@ class _BatchNorm:
         self._check_input_dim(input)  # type: ignore[attr-defined]
         has_mean, has_var = self.running_mean is not None, self.running_var is not None  # type: ignore[attr-defined]
         evaluates = not self.training and has_mean  # type: ignore[attr-defined]
-        is_odd = has_mean != has_var or not _is_number(self.eps)  # type: ignore[attr-defined]  # torch's may refuse it
+        eps = self.eps  # type: ignore[attr-defined]
+        is_odd = has_mean != has_var or not (is_number(eps) and eps > 0)  # torch's may refuse it
         # Inductor fuses torch's with its neighbours: ResNet-50's kernels of 12 ms with ours compiled take 10 so.
         if evaluates or is_odd or (input.is_cuda and torch.compiler.is_compiling()):
             return self._torchs(input, residual)
@@ -225,7 +222,7 @@ class _BatchNorm:
         if terms == 1:
             shape = tuple(input.shape)
             raise ValueError(f"batch_norm: x has shape {shape}, expected more than one element for each channel")
-        affine, eps = (self.weight, self.bias), self.eps  # type: ignore[attr-defined]
+        affine = self.weight, self.bias  # type: ignore[attr-defined]
         if self.activation:
             y, mean, var = F.batch_norm_relu(input, *affine, residual, eps)
         else:

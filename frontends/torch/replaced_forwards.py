@@ -19,7 +19,7 @@ from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
 from .replaced_children import child, is_bare, parameter
 from .replaced_dtypes import as_it_is, autocasts
-from .tensors import is_compiling
+from .tensors import is_compiling, is_number
 
 Serve = Callable[..., Any]
 
@@ -61,7 +61,7 @@ and of what stands around it, as a sum or a conversion, which is as fast as the 
 def _layer_norm(names: Names, switch: str = "", **_: Any) -> Serve:
     def serve(self, x):
         weight, bias = self.weight, self.bias
-        if not as_it_is(x, weight, bias) or (switch and getattr(self, switch)) or type(self.eps) not in _NUMBERS:
+        if not as_it_is(x, weight, bias) or (switch and getattr(self, switch)) or not is_number(self.eps):
             return NotImplemented
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -74,7 +74,7 @@ def _rms_norm(names: Names, torchs: Any = None, **options: Any) -> Serve:
 
 def _torchs_rms_norm(self, x):
     weight, eps = self.weight, self.eps
-    if not as_it_is(x, weight) or _keeps_no(x) or type(eps) not in (*_NUMBERS, type(None)):
+    if not as_it_is(x, weight) or _keeps_no(x) or not (eps is None or is_number(eps)):
         return NotImplemented
     if eps is None and x.element_size() == 2:  # torch's epsilon is x's
         return NotImplemented
@@ -89,15 +89,11 @@ def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch=
             if like_weight or not wide:
                 return NotImplemented
         value = getattr(self, eps)
-        if _keeps_no(x) or type(value) not in _NUMBERS:
+        if _keeps_no(x) or not is_number(value):
             return NotImplemented
         return F.rms_norm(x, x.shape[-1:], weight, value, offset)
 
     return serve
-
-
-_NUMBERS = (float, int)
-"""The types of an epsilon. A tensor may want a gradient; a bool is torch's to take or refuse."""
 
 
 def _keeps_no(x: Tensor) -> bool:

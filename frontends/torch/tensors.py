@@ -42,6 +42,12 @@ costs more than recomputing them."""
 _NONE: Mapping[str, Tensor] = {}
 
 
+def is_number(eps: object) -> bool:
+    """Whether it is an epsilon to compute with, as one of np.float64, which is a float, too. A tensor may want a
+    gradient; a bool is torch's to take or refuse."""
+    return isinstance(eps, (float, int)) and not isinstance(eps, bool)
+
+
 # --------------------------------------------------------------------------------------------------------------- specs
 
 

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -143,22 +144,25 @@ def test_modes(make, where):
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 @pytest.mark.parametrize(
-    ("make", "limits", "theirs"),
+    ("make", "limits", "node", "is_one_kernel"),
     [
-        (nn.LayerNorm, replaced_calls.LARGE_NORM, "NativeLayerNormBackward0"),
-        (lambda n: nn.GELU(), replaced_calls.LARGE_GELU, "GeluBackward0"),
-        (LlamaNorm, {"elements": 1024, "rows": 128}, None),
+        (nn.LayerNorm, replaced_calls.LARGE_NORM, "LayerNormBackward", True),
+        (nn.RMSNorm, replaced_calls.LARGE_NORM, "RmsNormBackward", True),
+        (lambda n: nn.GELU(), replaced_calls.LARGE_GELU, "GeluBackward", True),
+        (LlamaNorm, {"elements": 1024, "rows": 128}, "RmsNormBackward", False),
     ],
 )
-def test_small_calls_in_training_on_a_gpu_are_the_originals(make, limits, theirs):
+def test_small_calls_in_training_on_a_gpu_are_the_originals(make, limits, node, is_one_kernel):
+    """Where the original is one kernel."""
     rows, elements = limits["rows"], limits["elements"]
     few = min(rows, elements // 8) - 1
     for shape in ((few, 8), (rows, 8), (elements // 16, 16), (2, elements // 2)):
-        _, mine = pair(lambda n=shape[1]: make(n), "cuda", torch.float32)
+        theirs, mine = pair(lambda n=shape[1]: make(n), "cuda", torch.float32)
         x = torch.randn(shape, device="cuda", requires_grad=True)
         for training in (True, False):
-            small = shape[0] == few and training
-            assert (mine.train(training)(x).grad_fn.name() == theirs) is bool(theirs and small)
+            is_left = is_one_kernel and training and shape[0] == few
+            expected = theirs(x).grad_fn.name() if is_left else node
+            assert mine.train(training)(x).grad_fn.name() == expected
 
 
 @plain_calls
@@ -349,6 +353,15 @@ def test_an_epsilon_that_is_no_number_is_the_originals(make, change):
         assert result_or_error(mine, x) == expected
     else:
         compare(theirs, mine)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), lambda: nn.RMSNorm(8), lambda: LlamaNorm(8)])
+def test_an_epsilon_of_numpy_is_a_number(make):
+    theirs, mine = pair(make)
+    for module in (theirs, mine):
+        setattr(module, "eps" if hasattr(module, "eps") else "variance_epsilon", np.float64(0.5))
+    compare(theirs, mine)
+    assert mine(torch.ones(3, 8, dtype=torch.float64)).grad_fn.name() in ("LayerNormBackward", "RmsNormBackward")
 
 
 @EVERY
