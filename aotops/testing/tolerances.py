@@ -37,6 +37,11 @@ PRECISION = {
 # pieces, so that an error grows with about log2(n) < 16 and not with n; exp and erf cost a few units more.
 STEPS = 32
 
+# A sum of n random terms, whose squares add up to norm**2: partial sums grow to norm, each addition is off by no more
+# than a rounding of it, and n roundings of either sign come to sqrt(n) of them. SUM_STEPS such: 8 for the farthest of
+# some million elements, twice, because tensor cores cut off what does not fit.
+SUM_STEPS = 16
+
 # The finite differences are themselves off: five points a step h apart leave h**4 / 30 of the fifth derivative, and
 # roundings of f amount to 1.5 / h of 2**-53 times f. With h = 3e-4 that is 3e-16 and 6e-13 of numbers near 1; the fifth
 # derivative of a row that has little variance may be (1 / deviation)**5 times that, some 1e5.
@@ -56,6 +61,12 @@ def allowed_gradient(expected: np.ndarray, dtype: str, case: Case) -> np.ndarray
     largest = max(1.0, float(np.abs(expected).max(initial=0.0)))
     work = allowed(expected, dtype, replace(case, magnified=case.magnified * case.grad_condition))
     return work + case.dtype_roundings * PRECISION[dtype].result * largest
+
+
+def allowed_sum(terms: int, dtype: str) -> float:
+    """How far the sum of so many random terms may lie from the exact one, relative to the root of the sum of their
+    squares."""
+    return SUM_STEPS * terms**0.5 * PRECISION[dtype].work
 
 
 def apart(expected: np.ndarray, dtype: str, magnified: float = 1.0) -> np.ndarray:

@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from aotops.testing.tolerances import PRECISION, STEPS, allowed_sum  # noqa: E402
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
 ROWS = 700  # of each of 132 multiprocessors more than a pipeline has at once
@@ -46,6 +48,11 @@ def test_many_long_rows_are_exact_and_the_same_twice(name, cols):
 
     got, again = results(own, torch.float32), results(own, torch.float32)
     exact = results(lambda *a: formula(name, *a), torch.float64)
-    for one, other, of in zip(got, again, exact, strict=True):
+    dweight = 2 + adds  # its place, behind the outputs and dx; its terms are dy * y / weight
+    norm = (incoming[0] * exact[0].detach() / inputs[1].detach()).square().sum(0).sqrt()
+    for i, (one, other, of) in enumerate(zip(got, again, exact, strict=True)):
         assert torch.equal(one, other)
-        assert (one - of).abs().max() <= 4e-6 * of.abs().max()
+        # a row's numbers have in common what is off in its statistics
+        in_row = STEPS * PRECISION["float32"].work * of.abs().amax(-1, keepdim=True)
+        limit = allowed_sum(ROWS, "float32") * norm if i == dweight else in_row
+        assert ((one - of).abs() <= limit).all()
