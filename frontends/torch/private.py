@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ def _optional(name: str, without: str) -> Any:
     found = _find(name)
     if found is None:
         LACKS[f"torch.{name}"] = without
+    return found
+
+
+def optional_of(module: str, name: str, without: str) -> Any:
+    """An optional name of a module that is imported when needed, as soon as it is."""
+    found = getattr(import_module(module), name, None)
+    if found is None:
+        LACKS[f"{module}.{name}"] = without
     return found
 
 
@@ -98,8 +107,7 @@ queue_callback = _required("autograd.Variable._execution_engine.queue_callback")
 LOWERING, DECOMPOSITION, IR = "torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.ir"
 JOINT_GRAPH, PATTERNS = "torch._inductor.fx_passes.joint_graph", "torch._inductor.pattern_matcher"
 FIRST_PASS = "canonicalize_aten_ir_passes"
-"""The function by which Inductor edits a joint graph before it does anything else. Without it compiled code reads a
-negated view without its sign."""
+"""The function by which Inductor edits a joint graph before it does anything else."""
 CODE_CACHE, KEY_DETAILS = "torch._inductor.codecache", "FxGraphHashDetails"
 """The class whose attributes are the key of compiled code, in the cache of graphs and in autograd's."""
 FLOP_COUNTER, DTENSOR = "torch.utils.flop_counter", "torch.distributed.tensor"
