@@ -118,6 +118,62 @@ def test_an_input_is_read_with_its_sign(negated, function):
         torch.testing.assert_close(got, expected)
 
 
+WRITES = {
+    "all": lambda x: x.mul_(0.5),
+    "clamped": lambda x: x.clamp_(-0.1, 0.3),
+    "negated": lambda x: x.neg_(),
+    "some": lambda x: x[1:].mul_(0.5),
+    "a transpose, after all": lambda x: (x.mul_(0.5), x.mT.add_(1)),
+    "broadcast": lambda x: x.copy_(x[0].exp()),
+    "a constant": lambda x: x.fill_(2.0),
+    "read before and after": lambda x: (x.exp() + x.add_(1)).sum() + x,
+    "a kernel": lambda x: x.copy_(ours.softmax(x)),
+}
+SIGNED = {
+    "all": torch._neg_view,
+    "an imaginary part": lambda x: torch.complex(x, -x).conj().imag,
+    "a transpose": lambda x: torch._neg_view(x[1:].mT),
+}
+
+
+@pytest.mark.parametrize(
+    ("made", "write"), [*(("an imaginary part", write) for write in WRITES), ("all", "some"), ("a transpose", "some")]
+)
+def test_an_input_is_written_with_its_sign(made, write):
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    memory = torch.randn(5, 4, 4, dtype=torch.float64)
+    x, expected = (SIGNED[made](memory.clone()) for _ in range(2))
+    assert x.is_neg()
+    with config.patch(force_disable_caches=True), torch.no_grad():
+        got, result = torch.compile(WRITES[write])(x), WRITES[write](expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(x, expected)
+    torch.testing.assert_close(got, result)
+
+
+def test_a_leaf_is_written_with_its_sign():
+    """In a graph that has a backward."""
+    from torch._inductor import config
+
+    def function(x, weight):
+        with torch.no_grad():
+            x.mul_(0.5)
+        return ours.softmax(x * weight) * x
+
+    torch._dynamo.reset()
+    memory, weight = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, dtype=torch.float64, requires_grad=True)
+    x, expected = (torch._neg_view(memory.clone()).requires_grad_() for _ in range(2))
+    with config.patch(force_disable_caches=True):
+        got, result = torch.compile(function)(x, weight), function(expected, weight)
+        gradients = [torch.autograd.grad(y.square().sum(), (t, weight)) for y, t in ((got, x), (result, expected))]
+    torch._dynamo.reset()
+    torch.testing.assert_close(x, expected)
+    torch.testing.assert_close(got, result)
+    torch.testing.assert_close(*gradients)
+
+
 def test_tensors_without_values_and_subclasses_are_the_dispatchers():
     run, x = compiled.bound("aotops", "softmax", (-1,), ("y",)), torch.randn(4, 6)
     with FakeTensorMode() as mode:

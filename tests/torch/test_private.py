@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ def test_a_private_name_stands_in_private(name):
 def test_this_version_lacks_nothing():
     if tuple(map(int, torch.__version__.split(".")[:2])) != KNOWN:
         pytest.skip("another version of torch")
+    import_module(private.JOINT_GRAPH)
+    import_module(private.CODE_CACHE)
     assert not private.LACKS
 
 
@@ -64,6 +67,21 @@ from aotops.frontends.torch import private
 print(private.LACKS)
 """
     assert "torch._C._FunctionBase" in python(program)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(private.JOINT_GRAPH, private.FIRST_PASS), (private.CODE_CACHE, private.KEY_DETAILS)]
+)
+def test_a_missing_name_of_a_module_that_is_imported_later_is_told(python, module, name):
+    program = f"""
+import {module} as module
+if hasattr(module, {name!r}):
+    del module.{name}
+import aotops.frontends.torch
+from aotops.frontends.torch import private
+print(private.LACKS)
+"""
+    assert f"{module}.{name}" in python(program)
 
 
 def test_imports_run_one_way():
