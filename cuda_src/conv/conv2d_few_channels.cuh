@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kFewThreads, Conv2dParams::kFewBlocks)
     const FewTile tile(f, index);
     stage_window<kThree>(f, tile, x, window);
     __syncthreads();
-    // of rows of pixels, 16 output channels, and groups of 8 pixels
+    // Sums are of rows of pixels, 16 output channels, and groups of 8 pixels.
     std::conditional_t<kThree, ThreeSums<kRows>, float[kRows][4][2][4]> sum = {};
     if (tile.row + first_row < f.out_h)
 #pragma unroll 1

@@ -153,7 +153,7 @@ struct WgmmaBlock {
     return boxes + stage * Tile::kStageBytes + part * Tile::kPartBytes + i * kBoxBytes;
   }
   __device__ uint32_t b_box(int stage, int j, int part = 0) const {
-    // 220 instructions fewer; not measured in the other kernels
+    // The sum spares this kernel 220 instructions. It was not measured in the others.
     if constexpr (kDweight && kTf32) return a_box(stage, Tile::kRowBoxes, part) + j * kBoxBytes;
     return a_box(stage, Tile::kRowBoxes + j, part);
   }

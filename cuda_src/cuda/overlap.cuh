@@ -20,7 +20,7 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
-// Whether a kernel of this many blocks shall overlap. On an H200 a kernel that may starts at most 0.82 blocks a
+// Whether a kernel of this many blocks shall overlap. On an H200 a kernel that may overlap starts at most 0.82 blocks a
 // nanosecond, launched so or not, for which many small blocks would wait (docs/lab_notes.md).
 inline bool overlaps(int64_t blocks) { return blocks <= 1024; }
 

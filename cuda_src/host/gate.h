@@ -30,7 +30,7 @@ struct LocalKeys {
 
 // frontends/torch/gate.py fills this struct.
 struct GateFacts {
-  uint64_t tensor_keys[4];  // of plain tensors: CPU's made outside and inside of inference mode, and CUDA's
+  uint64_t tensor_keys[4];  // plain tensors: of the CPU outside and inside of inference mode, then of CUDA likewise
   uint64_t autocast_keys;   // that autocast removes from the thread's excluded keys
   LocalKeys inference;      // in inference mode
   int64_t impl_offset;      // of the TensorImpl's address within a Python Tensor

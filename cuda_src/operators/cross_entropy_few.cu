@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32 * kFewRows, 1)
   const A base = s.base();
   const ShiftedExp<E, A> exponential(base);
   A at_target = 0;
-  int first = Best<A>::kNone;  // that has the maximum
+  int first = Best<A>::kNone;  // the column of the maximum
 #pragma unroll
   for (int e = kElements - 1; e >= 0; --e) {
     if (v[e] == s.max) first = 32 * e + lane;

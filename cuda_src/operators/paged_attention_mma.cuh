@@ -115,7 +115,7 @@ class PagedRows {
     MmaSums<1, kKeys> s = {};
     multiply(s, part);
     const bool whole = key >= whole_.x && key + kKeys <= whole_.y;
-    // A condition for all scores, and not one for each.
+    // One condition serves all scores.
     const auto each = [&](auto f) {
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)

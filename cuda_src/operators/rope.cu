@@ -12,7 +12,7 @@ namespace {
 // threadIdx.x is the place; neighbouring threadIdx.y are neighbours in memory. Up to two heads are neighbours too, and
 // are loaded before the divisions that find their row of the tables; others have heads_first, and are z.heads / kHeads
 // apart. It overlaps the end of the kernel before, but not without vectors: blocks of kernels that do start more slowly
-// (norm_forward.cuh), and those have little to do.
+// (overlap.cuh), and those have little to do.
 template <typename T, typename W, int n, bool interleaved, int kHeads>
 __global__ void __launch_bounds__(kRopeBlock)
     rope_kernel(const T *x, const W *cos, const W *sin, T *y, TableRows table, Accumulate<T> sign) {

@@ -19,7 +19,7 @@ __device__ Accumulate<T> dot(const Vector<T> &v, const Vector<T> &w) {
   return sum;
 }
 
-// Whether a kernel overlaps the end of the one before. Blocks of kernels that do start more slowly (norm_forward.cuh),
+// Whether a kernel overlaps the end of the one before. Blocks of kernels that do start more slowly (overlap.cuh),
 // and the small ones would take longer than their rows.
 template <class Shape, bool kBackward, typename T = typename Shape::T>
 constexpr bool kOverlaps = Shape::kSpan == Span::warp    ? Shape::kVectors > 1

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
           if constexpr (N::kBias) columns[1][i][k] += d;
         });
     auto load_next = [&] { load_row(stage, row + kStages * part.step()); };
-    if constexpr (kHold) load_next();  // behind the sums: this row's reads are over
+    if constexpr (kHold) load_next();  // this row's reads ended with its sums
     if constexpr (Shape::kSpan == Span::warp) sums = sum_lanes<Shape::kLanes>(sums);
     else sums = sum_row(sums, exchange);
 

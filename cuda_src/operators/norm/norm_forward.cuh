@@ -264,8 +264,8 @@ __global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<N> a)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-// A block of rows within warps has 4 KiB of them where a thread has two vectors or more: a kernel that overlaps starts
-// at most 0.82 blocks a nanosecond on an H200 (docs/lab_notes.md), and small blocks would take longer than their rows.
+// A block of rows within warps has 4 KiB of them where a thread has two vectors or more: blocks of kernels that overlap
+// start more slowly (overlap.cuh), and small ones would take longer than their rows.
 template <class Shape, class N>
 Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, void *stream) {
   constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
