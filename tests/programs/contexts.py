@@ -1459,7 +1459,8 @@ def recorded(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Threads of other frameworks in this process may free memory meanwhile, which ends a capture of mode global.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         return graph, step()
 
 
