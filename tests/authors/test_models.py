@@ -101,7 +101,11 @@ def test_a_row_is_marked_if_a_kernel_has_changed():
     assert "| torch | aotops.compile \\* | 28.00 |" in text
     told = "Measured before the last change of the kernels of linear."
     assert text.endswith(f"\\* {told}")
-    assert told in " ".join(report.readme(RESULT | {"rows": [new, old]}).split())
+    theirs = row("torch.compile", [5.0, 3.0], ms=30.0)
+    assert told in " ".join(report.readme(RESULT | {"rows": [theirs, old]}).split())
+    unnamed = row("aotops", [5.0, 3.0], ms=28.0, sources=measured | {"linear": "of the past"})
+    of_now = row("aotops.compile", [5.0, 3.0], ms=28.0, sources=measured)
+    assert "Measured before" not in report.readme(RESULT | {"rows": [theirs, unnamed, of_now]})
 
 
 def test_pages_are_those_of_the_result():
