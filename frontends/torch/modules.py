@@ -246,10 +246,12 @@ class _BatchNorm:
             mean, var, (running_mean, running_var, batches), momentum, terms
         ):
             return True
-        if running_mean is not None and not running.may_write(running_mean, running_var):
-            return False
-        if running_mean is not None and not running_mean.numel() == running_var.numel() == mean.numel():
-            raise ValueError(f"batch_norm: x has {mean.numel()} channels, expected {running_mean.numel()}")
+        if running_mean is not None:
+            running.refuse_shared(running_mean=running_mean, running_var=running_var)
+            if not running.may_write(running_mean, running_var):
+                return False
+            if not running_mean.numel() == running_var.numel() == mean.numel():
+                raise ValueError(f"batch_norm: x has {mean.numel()} channels, expected {running_mean.numel()}")
         share = 0.0 if momentum is None else momentum
         if batches is not None:
             batches.add_(1)

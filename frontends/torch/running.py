@@ -35,12 +35,16 @@ def update(mean: Tensor, var: Tensor, running: tuple[Tensor, Tensor, Tensor], sh
 
 
 def may_write(*running: Tensor) -> bool:
-    """Whether torch's elementwise operators write to them: not to a leaf that requires a gradient, to integers, to
-    elements that share memory, or to what was made in inference mode, outside of it."""
+    """Whether torch's elementwise operators write to them: not to a leaf that requires a gradient, to integers, or to
+    what was made in inference mode, outside of it."""
     if is_compiling():
         return True
     may_infer = torch.is_inference_mode_enabled()
-    return all(
-        t.is_floating_point() and not t.requires_grad and (may_infer or not t.is_inference()) and 0 not in t.stride()
-        for t in running
-    )
+    return all(t.is_floating_point() and not t.requires_grad and (may_infer or not t.is_inference()) for t in running)
+
+
+def refuse_shared(**statistics: Tensor) -> None:
+    """Raises an error if channels have the same memory, which torch's batch norm writes to from several threads."""
+    for name, t in statistics.items():
+        if t.numel() > 1 and 0 in t.stride():
+            raise RuntimeError(f"batch_norm: {name} has a single memory location, expected one for each channel")
