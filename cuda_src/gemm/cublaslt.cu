@@ -342,8 +342,6 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
   if (!has_cublaslt()) return kOk;
   int device = 0;
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
-  DeviceLimits limits;
-  AOT_TRY(device_limits(op, &limits));
   Object handle = handle_of(device);
   CublasLtCall call{found().library, gemm};
   if (!handle || !call.describe(epilogue)) return kOk;
@@ -370,6 +368,8 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
     if (known != cache().end()) {
       cached = known->second;
     } else {
+      DeviceLimits limits;
+      AOT_TRY(device_limits(op, &limits));
       cached = call.find_algorithm(handle, limits.multiprocessors);
       if (cache().size() >= kMaxCached) cache().clear();
       cache().emplace(key, cached);

@@ -74,7 +74,7 @@ def _rms_norm(names: Names, torchs: Any = None, **options: Any) -> Serve:
 
 def _torchs_rms_norm(self, x):
     weight, eps = self.weight, self.eps
-    if not as_it_is(x, weight) or _keeps_no(x) or not (eps is None or is_number(eps)):
+    if not as_it_is(x, weight) or _cannot_save(x) or not (eps is None or is_number(eps)):
         return NotImplemented
     if eps is None and x.element_size() == 2:  # torch's epsilon is x's
         return NotImplemented
@@ -89,15 +89,15 @@ def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch=
             if like_weight or not wide:
                 return NotImplemented
         value = getattr(self, eps)
-        if _keeps_no(x) or not is_number(value):
+        if _cannot_save(x) or not is_number(value):
             return NotImplemented
         return F.rms_norm(x, x.shape[-1:], weight, value, offset)
 
     return serve
 
 
-def _keeps_no(x: Tensor) -> bool:
-    """Whether a backward may not keep it. Compositions of torch's operators keep what they make of it."""
+def _cannot_save(x: Tensor) -> bool:
+    """Whether autograd may not save x for a backward. A composition of torch's operators saves its own results."""
     return not is_compiling() and x.is_inference() and torch.is_grad_enabled()
 
 

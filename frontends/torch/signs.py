@@ -35,10 +35,8 @@ def register(namespace: torch.library.Library) -> None:
     after_import(private.LOWERING, lambda: _make_fallbacks(operators))
 
 
-# results are contiguous whatever the strides of the values are, which Inductor chooses
-
-
 def _copied(values: Tensor, x: Tensor) -> Tensor:
+    # Inductor chooses the strides of values: results, whose strides it is told, are contiguous whatever those are.
     return values.clone(memory_format=torch.contiguous_format)
 
 
