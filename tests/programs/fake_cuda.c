@@ -1,15 +1,24 @@
 // A driver of CUDA that runs nothing: it writes down what it is told to launch. A test loads it, under the driver's
 // name, before a library asks for libcuda.so.1.
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 static char report[1 << 20];
-static int capability = 90, most_shared = 232448, multiprocessors = 132, failing, parameters, capture_mode, device;
+static int capability = 90, most_shared = 232448, multiprocessors = 132, failing, parameters;
 static char contexts[8];
-static void *current;
+// As in a driver, each thread has a context and a mode of capture.
+static _Thread_local int capture_mode, device;
+static _Thread_local void *current;
 
-static void say(const char *text) { strncat(report, text, sizeof report - strlen(report) - 1); }
+// A whole line at a time: several threads call.
+static void say(const char *line) {
+  static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_lock(&writing);
+  strncat(report, line, sizeof report - strlen(report) - 1);
+  pthread_mutex_unlock(&writing);
+}
 
 // The functions for tests.
 const char *fake_report(void) { return report; }
@@ -74,15 +83,13 @@ int cuMemsetD8Async(unsigned long long at, unsigned char value, size_t n, void *
 }
 static int launched(void *function, const unsigned *grid, unsigned threads, unsigned shared, void *stream,
                     void **values, const char *more) {
-  char line[512];
+  char line[2048];
   snprintf(line, sizeof line, "launch %s grid=%u,%u,%u threads=%u shared=%u stream=%lu%s values=", (char *)function,
            grid[0], grid[1], grid[2], threads, shared, (unsigned long)stream, more);
+  for (int i = 0; i < parameters; ++i)
+    snprintf(line + strlen(line), sizeof line - strlen(line), "%s%llu", i ? "," : "", *(unsigned long long *)values[i]);
+  strncat(line, "\n", sizeof line - strlen(line) - 1);
   say(line);
-  for (int i = 0; i < parameters; ++i) {
-    snprintf(line, sizeof line, "%s%llu", i ? "," : "", *(unsigned long long *)values[i]);
-    say(line);
-  }
-  say("\n");
   return failing;
 }
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
