@@ -219,6 +219,14 @@ def test_another_triton_is_refused(monkeypatch, version, pinned, words):
 ENTRIES = "ENTRIES = [add, softmax, dropout, norm, norm_backward, product, attention]"
 
 
+def put(file: Path, text: str) -> None:
+    """Writes a file that says something else, at once: another process of pytest-xdist may read it."""
+    if not file.exists() or file.read_text() != text:
+        scratch = file.with_name(f".{file.name}.{os.getpid()}")
+        scratch.write_text(text)
+        scratch.replace(file)
+
+
 def written(folder: Path, entries: str, archs: str) -> Path:
     """The package of tests/programs with some entries, in one dtype. Files that are the same are not written."""
     for file in [*PACKAGE.rglob("*.py"), PACKAGE / "pyproject.toml"]:
@@ -228,8 +236,7 @@ def written(folder: Path, entries: str, archs: str) -> Path:
         text = text.replace('"80", "90"', archs)
         target = folder / file.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists() or target.read_text() != text:
-            target.write_text(text)
+        put(target, text)
     return folder
 
 
@@ -272,9 +279,9 @@ def test_the_code_is_for_each_gpu(package):
 def test_nothing_is_compiled_again_for_a_comment(package, capfd):
     declaration = package.folder / "tritons" / "launch.py"
     before = declaration.read_text()
-    declaration.write_text(before + "# a comment\n")
+    put(declaration, before + "# a comment\n")
     build(package.folder, verbose=True)
-    declaration.write_text(before)
+    put(declaration, before)
     assert "compiling" not in capfd.readouterr().err
 
 
@@ -296,10 +303,9 @@ def attributes(folder: Path, *changes: tuple[str, str]) -> Path:
         text = file.read_text()
         for change in changes:
             text = text.replace(*change)
-        if not (target := folder / file.name).exists() or target.read_text() != text:
-            target.write_text(text)
+        put(folder / file.name, text)
     table = 'library = "libp.so"\ntriton = ["launch.py"]\narchs = ["90"]\n'
-    (folder / "pyproject.toml").write_text(f'[project]\nname = "p"\n[tool.aotops]\n{table}')
+    put(folder / "pyproject.toml", f'[project]\nname = "p"\n[tool.aotops]\n{table}')
     return folder
 
 
@@ -432,7 +438,7 @@ def small(folder: Path, kernel=(), declaration=(), arch="90", name="p") -> Path:
     text = DECLARATION.replace(*declaration) if declaration else DECLARATION
     (folder / f"launch_{name}.py").write_text(text)
     table = f'library = "libp.so"\ntriton = ["launch_{name}.py"]\narchs = ["{arch}"]\n'
-    (folder / "pyproject.toml").write_text(f'[project]\nname = "p"\n[tool.aotops]\n{table}')
+    put(folder / "pyproject.toml", f'[project]\nname = "p"\n[tool.aotops]\n{table}')
     (folder / f"{name}.py").write_text(MODULE.replace("NAME", name))
     return folder
 
