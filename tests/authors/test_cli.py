@@ -146,7 +146,7 @@ def test_a_process(tmp_path, python):
         "aotops: the commands need click, which is not installed: pip install 'aotops[tools]'"
     ]
     shell = f"{sys.executable} -m aotops list --json | head -c 1"
-    done = subprocess.run(shell, shell=True, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=60)
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
     assert (done.stdout, done.stderr) == ("[", "")
 
 

@@ -37,7 +37,7 @@ def _options() -> dict[str, list[str]]:
     given = ("ARCHS", "WHEEL_ARCHS", "PTX", "NVCC")
     environment = {name: value for name, value in os.environ.items() if name not in given}
     command = ["make", "-n", "-B", "wheel"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     lines = (
         line for line in done.stdout.splitlines() if line.startswith("build/cuda-12.9/bin/nvcc") and ".cu -o" in line
     )

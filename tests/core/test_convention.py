@@ -289,7 +289,7 @@ def test_a_locale_whose_decimal_point_is_a_comma(python, tmp_path):
     )
     command = [_tool("localedef"), "-c", "-i", "source", "-f", "charmap", "./comma"]
     # it warns of the categories that are left out, and says so with its status
-    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=300, check=False)
     y = 1 / math.sqrt(1.5625)
     said = [float(number) for number in python(COMMA, LOCPATH=str(tmp_path)).split()]
     assert said == [pytest.approx(y, rel=1e-14), pytest.approx(-y, rel=1e-14)]
@@ -318,13 +318,13 @@ def wait(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 # a child that uses threads, whose child does too, and one that fails a call
-signal.alarm(100)  # a child that hangs is waited for no longer
+signal.alarm(280)  # a child that hangs is waited for no longer
 child = os.fork()
 if not child:
-    signal.alarm(50)
+    signal.alarm(240)
     grandchild = os.fork() if same() else os._exit(3)
     if not grandchild:
-        signal.alarm(20)
+        signal.alarm(200)
         os._exit(0 if same() and same() else 4)
     code = wait(grandchild)
     try:
@@ -335,9 +335,9 @@ print(wait(child), same())
 """
 POOL = """
 import multiprocessing
-signal.alarm(100)
+signal.alarm(280)
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    results = pool.map_async(work, range(4)).get(timeout=60)
+    results = pool.map_async(work, range(4)).get(timeout=240)
 print(0, all((a == b).all() for result in results for a, b in zip(result, expected)))
 """
 

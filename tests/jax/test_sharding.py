@@ -23,7 +23,7 @@ CHECKS = re.findall(r"^@check\ndef (\w+)", PROGRAM.read_text(), re.M)
 def test_sharded_calls(tmp_path):
     """One test, so that one process runs the checks however many workers pytest has."""
     results = tmp_path / "results.json"
-    done = subprocess.run([sys.executable, PROGRAM, results], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, PROGRAM, results], capture_output=True, text=True, timeout=900)
     assert results.exists(), done.stdout + done.stderr
     errors = json.loads(results.read_text())
     assert set(errors) >= {*CHECKS, *(name for name, op in OPS.items() if op.dims)}

@@ -29,7 +29,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed" / "train_torch.
 def test_sharded_calls_are_those_of_whole_tensors(tmp_path):
     """One test, so that workers of pytest start the processes once."""
     results = tmp_path / "results.json"
-    done = subprocess.run([sys.executable, PROGRAM, results], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, PROGRAM, results], capture_output=True, text=True, timeout=900)
     found = json.loads(results.read_text()) if results.exists() else {}
     failed = [f"{check}: {error}" for check, error in found.items() if error]
     assert not failed, "\n\n".join(failed)
