@@ -52,6 +52,13 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(autouse=True)
+def _seeded():
+    """A test draws the same numbers whichever tests this process ran before, which pytest-xdist decides by the time."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _is_here(request):
     """Skips a test whose device or dtype is not here."""
     arguments = request.node.callspec.params if hasattr(request.node, "callspec") else {}
