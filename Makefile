@@ -354,8 +354,10 @@ TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST
          $(if $(GPU),,-m 'not gpu')
 # These try nothing on MindSpore, so the second environment does not repeat them.
 TESTED_ONCE := $(addprefix --ignore=tests/,$(addprefix core/test_,call.py convention.py core.py cpp.py formulas.py info.py \
-               sharding.py tvm_ffi.py xla_layout.py) $(addprefix authors/test_,adding_an_op.py bench.py cli.py compatibility.py \
-               compile.py cuda12.py examples.py models.py new.py other_gpus.py packaging.py performance_page.py soak.py triton.py))
+               loading.py products_cpu.py sharding.py sources.py tvm_ffi.py xla_layout.py) $(addprefix authors/test_,\
+               adding_an_op.py arrange_ptx.py attention_rates.py bench.py cli.py compatibility.py compile.py cpu_record.py \
+               cuda12.py examples.py models.py new.py other_gpus.py packaging.py performance_page.py soak.py step_records.py \
+               triton.py whole_record.py))
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
 # Tests that depend on the processor, as on one without AVX, with threads that divide nothing evenly. The kernels are
