@@ -73,6 +73,7 @@ def _fused_backward(m, dy, x, weight, bias, pre_activation, activation):
     ),
     vmappable=("x", "y", "pre_activation"),
     always_save_residuals=True,
+    keeps=lambda call: call.activation is not None,
     autocast=Autocast.LOWER,
     backward={
         "inputs": ("dy", "x", "weight", "bias", "pre_activation"),

@@ -117,6 +117,12 @@ struct Module {
   bool wide_in_autocast;        // autocast has an x of 16 bits computed in 32
   bool reads_contiguous;        // an x that is not contiguous is the original's
   int64_t elements, rows;       // in training an x on a GPU with fewer of both is the original's
+  bool is_product;              // of x and a weight, and no more: what is served is said below
+  int product_device;           // DLPack's, of the products that are served,
+  int product_bits;             // and the most of an element
+  int64_t uneven_weight;        // elements of a weight from which on sizes that are no multiples of 8 are served
+  int64_t fewest_rows;          // of x in a product that is served,
+  int64_t most_work;            // and in training the most multiplications of one of other sizes
   void *held_name, *held;       // an attribute of the instance that must be this object; null: none
   int64_t last_size;            // of x's last axis, in the last call, and the int; owned. The GIL guards both: without
   void *last_int;               // it Python's tensors are not read here (aotops/call.py)
@@ -649,6 +655,16 @@ void *last_size(Module &m, const DLTensor &x) {
   return m.last_int;
 }
 
+// A parameter in the instance's own dictionary of them, borrowed; null, without an error: it has none there.
+void *parameter_of(void *own, void *name) {
+  static void *const parameters_name = PyUnicode_InternFromString("_parameters");
+  static void *const dict_type = type_of(Ref(PyDict_New()));
+  void *parameters = PyDict_GetItemWithError(own, parameters_name);
+  void *found = parameters && type_of(parameters) == dict_type ? PyDict_GetItemWithError(parameters, name) : nullptr;
+  if (!found) PyErr_Clear();
+  return found;
+}
+
 // Whether a parameter is a plain tensor of a dtype that m says beside that of x, or absent.
 bool is_parameter(const Module &m, const DLTensor &x, void *object) {
   DLTensor t;
@@ -659,11 +675,15 @@ bool is_parameter(const Module &m, const DLTensor &x, void *object) {
   return (t.code == x.code && t.bits == x.bits) || (m.widens && is_float32 && x.bits == 16);
 }
 
+// Whether x has the dtype and the rows of a product that is served.
+bool is_large_enough(const Module &m, const DLTensor &x) {
+  const int64_t columns = std::max<int64_t>(x.shape[x.ndim - 1], 1);
+  return (x.code == 2 || x.code == 4) && x.bits <= m.product_bits && Layout(x).size / columns >= m.fewest_rows;
+}
+
 // The arguments of the function in a call of a module. `kept` owns them, because another thread may exchange a
 // parameter. False: the call is left to Python, without an error.
 bool module_arguments(Module &m, void *self, void *given, void **arguments, Refs &kept) {
-  static void *const parameters_name = PyUnicode_InternFromString("_parameters");
-  static void *const dict_type = type_of(Ref(PyDict_New()));
   DLTensor x;
   if (type_of(self) != m.type || !is_plain(given)) return false;
   Ref own = PyObject_GenericGetDict(self, nullptr);
@@ -673,8 +693,7 @@ bool module_arguments(Module &m, void *self, void *given, void **arguments, Refs
   if (gate.records_gradients() && gate.made_in_inference(given)) return false;
   if (m.wide_in_autocast && x.bits == 16 && !gate.plain_thread(false)) return false;
   if (m.held && PyDict_GetItemWithError(own, m.held_name) != m.held) return false;
-  void *parameters = PyDict_GetItemWithError(own, parameters_name);
-  if (!parameters || type_of(parameters) != dict_type) return false;
+  if (m.is_product && !is_large_enough(m, x)) return false;
   for (int i = 0; i < m.function->n_inputs + m.function->n_attrs; ++i) {
     void *&argument = arguments[i] = m.values[i];
     switch (m.sources[i]) {
@@ -690,7 +709,7 @@ bool module_arguments(Module &m, void *self, void *given, void **arguments, Refs
         break;
       case 'p':
         if (PyDict_GetItemWithError(own, m.values[i])) return false;
-        argument = PyDict_GetItemWithError(parameters, m.values[i]);
+        argument = parameter_of(own, m.values[i]);
         if (argument && !is_parameter(m, x, argument)) return false;
     }
     if (!argument) return PyErr_Clear(), false;
@@ -706,12 +725,32 @@ bool is_in_training(void *module) {
   return PyDict_GetItemWithError(own, training) == yes;
 }
 
+// Whether a product is the original's. If sizes are multiples of 8, torch's kernels are as fast as those here, but
+// torch records four nodes: such a product is served where the nodes may take the host longer than it takes the GPU.
+bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
+  static void *const weight_name = PyUnicode_InternFromString("weight");
+  if (x.device_type != m.product_device || x.ndim < 1) return true;
+  DLTensor w;
+  Ref own = PyObject_GenericGetDict(self, nullptr);
+  if (!own) return PyErr_Clear(), false;
+  void *weight = parameter_of(own, weight_name);
+  if (!weight || !is_plain(weight)) return false;
+  if (torch.exchange->read(weight, &w)) return PyErr_Clear(), false;
+  const Layout layout(w);
+  if (w.ndim != 2) return true;
+  if (w.shape[0] % 8 || w.shape[1] % 8) return layout.size < m.uneven_weight;
+  const Layout rows(x);
+  return !layout.contiguous || !rows.contiguous || !is_large_enough(m, x) || !gate.plain_thread(false) ||
+         rows.size > m.most_work / std::max<int64_t>(w.shape[0], 1) || !is_in_training(self);
+}
+
 // Whether the original's forward serves a call without further questions. What decides is the same with and without a
 // gradient recorded: a checkpoint computes a forward twice.
 bool is_originals(const Module &m, void *self, void *given) {
   DLTensor x;
-  if (!(m.reads_contiguous || m.elements) || type_of(self) != m.type || !is_plain(given)) return false;
+  if (!(m.reads_contiguous || m.elements || m.is_product) || type_of(self) != m.type || !is_plain(given)) return false;
   if (torch.exchange->read(given, &x)) return PyErr_Clear(), false;
+  if (m.is_product) return is_originals_product(m, self, x);
   const Layout layout(x);
   if (m.reads_contiguous && !layout.contiguous) return true;
   if (x.device_type != kDLCuda || layout.size >= m.elements) return false;
@@ -792,7 +831,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 13" +
+      "version 14" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -806,7 +845,8 @@ AOT_API const char *aot_torch_structs() {
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
                    constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
       AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, elements, rows,
-                   held_name, held, last_size, last_int);
+                   is_product, product_device, product_bits, uneven_weight, fewest_rows, most_work, held_name, held,
+                   last_size, last_int);
   return text.c_str();
 }
 

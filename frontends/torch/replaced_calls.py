@@ -22,6 +22,7 @@ from . import structs
 from .bytecode import Form, Names
 from .registered import builtins
 from .replaced_children import are_instances
+from .replaced_products import LARGE_WEIGHT, MANY_ROWS, MOST_WORK
 
 
 class Call(NamedTuple):
@@ -40,20 +41,31 @@ LARGE_GELU = {"elements": 1 << 23, "rows": 1 << 23}
 """Sizes of an x on a GPU. From one of them on a module in training is served in eager mode, where torch's operator is
 one kernel. For a smaller x the library's kernels save less than its node, of ``autograd.Function``, costs the host
 (docs/lab_notes.md)."""
+PRODUCT = {
+    "is_product": True,
+    "wide_in_autocast": True,
+    "product_device": 2,  # DLPack's number of CUDA
+    "product_bits": 16,
+    "uneven_weight": LARGE_WEIGHT,
+    "fewest_rows": MANY_ROWS,
+    "most_work": MOST_WORK,
+}
+"""Which products alone are served (``Module`` in cuda_src/host/torch.cpp)."""
 
 
 def call_of(original: type, form: Form, names: Names) -> Call | None:
     """The call of a module whose class is made of ``original``; None if Python serves it."""
     make = _FORMS.get(form.kind)
     found = make(names, **form.options) if make else None
-    plain = builtins.get(OPS[form.kind]) if found else None
-    if found is None or plain is None:
+    op = OPS["linear" if form.kind == "matrix" else form.kind] if found else None
+    plain = builtins.get(op) if op else None
+    if found is None or op is None or plain is None:
         return None
     sources, options = found
     read = [name for source, name in sources.values() if source in "pa"] + [options.get("held_name")]
     if not are_instances(original, *filter(None, read)):
         return None
-    return _call(OPS[form.kind], plain, sources, options)
+    return _call(op, plain, sources, options)
 
 
 def _call(op: Op, plain: Any, sources: Mapping[str, Source], options: Mapping[str, Any]) -> Call:
@@ -109,4 +121,13 @@ def _gelu(names: Names, widened=False, composed=False, activation="", torchs: An
     return {"x": X, "approximate": ("c", "tanh" if activation == "gelu_tanh" else "none")}, options
 
 
-_FORMS: dict[str, Callable[..., _Sources]] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "gelu": _gelu}
+def _matrix(names: Names, **_: Any) -> _Sources:
+    return {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}, PRODUCT
+
+
+_FORMS: dict[str, Callable[..., _Sources]] = {
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "gelu": _gelu,
+    "matrix": _matrix,
+}

@@ -67,12 +67,14 @@ def _forward(original: type[nn.Module]) -> Any:
     serve = serve_of(form, names)
     if form.kind == "linear_cross_entropy":
         return _of_a_model(serve, theirs)
-    return _of_a_layer(serve, theirs, form.kind in FUSED)
+    return _of_a_layer(serve, theirs, form.kind in FUSED, form.kind == "matrix")
 
 
-def _of_a_layer(serve, theirs, is_fused):
+def _of_a_layer(serve, theirs, is_fused, is_product):
     @functools.wraps(theirs)
     def forward(self, *args, **kwargs):
+        if is_product and is_compiling():  # torch's compiler pads a product by itself
+            return theirs(self, *args, **kwargs)
         x = args[0] if args and not kwargs else None
         if isinstance(x, Tensor) and _is_served(self, x):  # torch.fx traces the original
             left = is_fused and x.is_cuda and is_compiling()

@@ -255,7 +255,7 @@ _SERVES: dict[str, Callable[..., Serve]] = {
     "gelu": _gelu,
     "swiglu": _swiglu,
     "linear": _linear,
-    "matrix": replaced_products.uneven,
+    "matrix": replaced_products.alone,
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "conv2d": replaced_products.conv2d,
@@ -285,6 +285,6 @@ _CHECKS: dict[str, Callable[[Any, Form, Names], str | None]] = {
     "linear_cross_entropy": replaced_heads.refusal,
     "silu": _says("no operator computes it alone"),
     "relu": _says("no operator computes it alone"),
-    "matrix": replaced_products.uneven_refusal,
+    "matrix": replaced_products.alone_refusal,
     "conv1d": _says(replaced_products.ALIKE),
 }

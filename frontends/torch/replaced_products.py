@@ -11,10 +11,10 @@ from torch import Tensor
 from . import functional as F
 from .bytecode import Form, Names
 from .replaced_dtypes import product_dtype
-from .tensors import is_compiling
+from .tensors import READS_TENSORS, is_compiling
 
 ALIKE = "a product alone: torch's uses cuBLASLt too"
-LARGE_WEIGHT, MANY_ROWS = 1 << 20, 64
+LARGE_WEIGHT, MANY_ROWS, MOST_WORK = 1 << 20, 64, 1 << 34
 
 
 def pays(x: Tensor, weight: Tensor) -> bool:
@@ -45,10 +45,17 @@ def _at_least(n: int, rows: int) -> bool:
     return guard_or_true(rows >= n)
 
 
-def uneven(names: Names, **_: Any) -> Callable[..., Any]:
+def _is_uneven(weight: Tensor) -> bool:
+    """Whether cuBLAS needs up to 4 times as long as for the next multiples of 8 (docs/lab_notes.md)."""
+    return weight.numel() >= LARGE_WEIGHT and any(n % 8 for n in weight.shape)
+
+
+def alone(names: Names, **_: Any) -> Callable[..., Any]:
     """A product alone, of sizes that are no multiples of 8. torch.compile pads those by itself."""
 
     def serve(self, x):
+        if not _is_uneven(self.weight):
+            return NotImplemented
         dtype, rows = product_dtype(x, self.weight), x.numel() // max(self.in_features, 1)
         if dtype is None or dtype.itemsize != 2 or not x.is_cuda or is_compiling() or rows < MANY_ROWS:
             return NotImplemented
@@ -57,10 +64,11 @@ def uneven(names: Names, **_: Any) -> Callable[..., Any]:
     return serve
 
 
-def uneven_refusal(module: Any, form: Form, names: Names) -> str:
-    """cuBLAS needs up to 4 times as long as for the next multiples of 8 (docs/lab_notes.md)."""
+def alone_refusal(module: Any, form: Form, names: Names) -> str:
+    """Of other sizes, what replaced_calls.py serves is replaced: on a GPU in 16 bits."""
     weight = module.weight
-    if weight.numel() >= LARGE_WEIGHT and any(n % 8 for n in weight.shape):
+    is_even = not any(n % 8 for n in weight.shape)
+    if _is_uneven(weight) or (is_even and READS_TENSORS and weight.is_cuda and weight.element_size() == 2):
         return ""
     return ALIKE
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,13 @@ from torch.nn import functional as F  # noqa: E402
 from torch.nn.utils import parametrize, prune  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch import replaced_calls, replaced_children, replaced_forwards  # noqa: E402
+from aotops.frontends.torch import (  # noqa: E402
+    replaced_calls,
+    replaced_children,
+    replaced_classes,
+    replaced_forwards,
+    replaced_products,
+)
 from aotops.frontends.torch.tensors import READS_TENSORS  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -181,6 +188,116 @@ def test_what_many_kernels_compute_is_served_at_any_size():
     found = [replaced_calls.call_of(kind, *replaced_forwards.learn(kind)).struct for kind in kinds]
     norm, gelu = (tuple(limits.values()) for limits in (replaced_calls.LARGE_NORM, replaced_calls.LARGE_GELU))
     assert [(struct.elements, struct.rows) for struct in found] == [norm, norm, gelu, gelu, (0, 0), (0, 0)]
+
+
+def test_the_page_has_the_sizes():
+    page = " ".join((Path(__file__).parents[2] / "docs/replace.md").read_text().split())
+    norm, gelu, product = replaced_calls.LARGE_NORM, replaced_calls.LARGE_GELU, replaced_calls.PRODUCT
+    power = {n: f"2^{n.bit_length() - 1}" for n in (norm["elements"], gelu["elements"], product["most_work"])}
+    assert all(n.bit_count() == 1 for n in power)
+    assert gelu["rows"] == gelu["elements"]
+    norms = f"less than {norm['rows']} rows and {power[norm['elements']]} elements"
+    assert f"{norms}, and a GELU of less than {power[gelu['elements']]}" in page
+    most = power[product["most_work"]]
+    assert f"from {product['fewest_rows']} rows on and up to {most} multiplications" in page
+
+
+@pytest.fixture
+def products_on_the_cpu(monkeypatch):
+    """What is served of products alone on a GPU in 16 bits is served here, in classes of this test's own."""
+    monkeypatch.setattr(replaced_classes, "_MADE", {})
+    monkeypatch.setitem(replaced_forwards._CHECKS, "matrix", lambda *_: "")
+    for name, value in {"product_device": 1, "product_bits": 64, "fewest_rows": 4}.items():
+        monkeypatch.setitem(replaced_calls.PRODUCT, name, value)
+
+
+def is_served(module, x):
+    y = module(x)
+    return y.grad_fn is not None and y.grad_fn.name() == "LinearBackward"
+
+
+@plain_calls
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_alone(bias, products_on_the_cpu):
+    theirs, mine = pair(lambda: nn.Linear(8, 16, bias=bias))
+    compare(
+        *(theirs, mine, lambda x: x, lambda x: x.mT.contiguous().mT, lambda x: x[:0], lambda x: x[0, 0]),
+        *(lambda x: x.detach(), lambda x: x[:1, :1].expand(2, 3, 8), lambda x: x.reshape(3, 2, 1, 8)),
+    )
+    for mode in (torch.no_grad, torch.inference_mode):
+        compare(theirs, mine, mode=mode)
+    for frozen in ("weight", "bias")[: 1 + bias]:
+        for module in (theirs, mine):
+            getattr(module, frozen).requires_grad_(False)
+        compare(theirs, mine)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert is_served(mine, x)
+    again = mine.register_forward_hook(lambda module, args, y: 2 * y)
+    torch.testing.assert_close(mine(x), 2 * theirs(x))
+    again.remove()
+    checked = torch.utils.checkpoint.checkpoint(mine, x, use_reentrant=False)
+    torch.testing.assert_close(checked, theirs(x))
+
+
+@plain_calls
+def test_products_alone_that_are_the_originals(products_on_the_cpu):
+    theirs, mine = pair(lambda: nn.Linear(8, 16), dtype=torch.float32)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    assert is_served(mine, x)
+    assert not is_served(mine, x[:1])  # few rows
+    assert not is_served(mine, x.mT.contiguous().mT)
+    assert not is_served(mine.eval(), x)
+    mine.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_served(mine, x)
+        assert mine(x).dtype is torch.bfloat16
+    mine.weight = nn.Parameter(mine.weight.detach().t().contiguous().t())
+    assert not is_served(mine, x)
+    mine.weight = nn.Parameter(mine.weight.detach()[:, :7].contiguous())
+    assert not is_served(mine, x[..., :7].contiguous())
+    assert not is_served(pair(lambda: nn.Linear(8, 12), dtype=torch.float32)[1], x)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        theirs(x[..., :7])
+    mine.weight = nn.Parameter(theirs.weight.detach())
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        mine(x[..., :7].contiguous())
+
+
+@plain_calls
+def test_how_large_products_alone_are(products_on_the_cpu, monkeypatch):
+    x = torch.randn(16, 8, requires_grad=True)
+    for most, served in ((16 * 8 * 32, True), (16 * 8 * 32 - 1, False)):
+        monkeypatch.setattr(replaced_classes, "_MADE", {})
+        monkeypatch.setitem(replaced_calls.PRODUCT, "most_work", most)
+        monkeypatch.setitem(replaced_calls.PRODUCT, "uneven_weight", 15 * 8)
+        assert is_served(pair(lambda: nn.Linear(8, 32), dtype=torch.float32)[1], x) is served
+        uneven = pair(lambda: nn.Linear(8, 15), dtype=torch.float32)[1]
+        assert is_served(uneven, x)
+        assert is_served(uneven.eval(), x)
+        assert not is_served(uneven, x[:3])
+        assert not is_served(pair(lambda: nn.Linear(8, 14), dtype=torch.float32)[1], x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+def test_products_alone_on_a_gpu():
+    def replaced(dtype=torch.bfloat16, device="cuda", sizes=(64, 128)):
+        module = nn.Linear(*sizes, device=device, dtype=dtype)
+        return module, ours.replace(module)
+
+    theirs, mine = pair(lambda: nn.Linear(8, 16), "cuda", torch.bfloat16)
+    compare(theirs, mine, lambda x: x, lambda x: x.expand(16, 2, 3, 8), where="cuda", dtype=torch.bfloat16)
+    module, record = replaced()
+    x = torch.randn(8, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert record.rows[0].operator == "linear"
+    assert is_served(module, x)
+    assert not is_served(module, x[:7])
+    assert not is_served(module.eval(), x)
+    with torch.autocast("cuda", torch.float16):
+        assert module.train()(x).dtype is torch.float16
+    for others in ({"dtype": torch.float32}, {"device": "cpu"}, {"sizes": (64, 63)}):
+        module, record = replaced(**others)
+        assert record.rows[0].reason == replaced_products.ALIKE
 
 
 @EVERY
