@@ -110,8 +110,9 @@ struct Public {
 struct Module {
   Public *function;
   void *type;                   // its class
-  char sources[2 * kMaxSlots];  // what each argument is: "x", the call's; "p", a parameter; "a", an attribute of the
-                                // instance; "n", the size of x's last axis; "c", a constant
+  char sources[2 * kMaxSlots];  // what each argument is: "x", the call's; "r", the call's second, like x; "p", a
+                                // parameter; "a", an attribute of the instance; "n", the size of x's last axis; "c", a
+                                // constant
   void *values[2 * kMaxSlots];  // the name of each, or the constant
   bool widens;                  // 32-bit parameters serve an x of 16 bits; else their dtype is x's
   bool wide_in_autocast;        // autocast has an x of 16 bits computed in 32
@@ -675,6 +676,14 @@ bool is_parameter(const Module &m, const DLTensor &x, void *object) {
   return (t.code == x.code && t.bits == x.bits) || (m.widens && is_float32 && x.bits == 16);
 }
 
+// Whether it is a plain tensor of the dtype and shape of x that a backward may keep.
+bool is_like(const DLTensor &x, void *object) {
+  DLTensor t;
+  if (!is_plain(object) || (gate.records_gradients() && gate.made_in_inference(object))) return false;
+  if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
+  return same_spec(x, t);
+}
+
 // Whether x has the dtype and the rows of a product that is served.
 bool is_large_enough(const Module &m, const DLTensor &x) {
   const int64_t columns = std::max<int64_t>(x.shape[x.ndim - 1], 1);
@@ -683,7 +692,7 @@ bool is_large_enough(const Module &m, const DLTensor &x) {
 
 // The arguments of the function in a call of a module. `kept` owns them, because another thread may exchange a
 // parameter. False: the call is left to Python, without an error.
-bool module_arguments(Module &m, void *self, void *given, void **arguments, Refs &kept) {
+bool module_arguments(Module &m, void *self, void *given, void *second, void **arguments, Refs &kept) {
   DLTensor x;
   if (type_of(self) != m.type || !is_plain(given)) return false;
   Ref own = PyObject_GenericGetDict(self, nullptr);
@@ -699,6 +708,9 @@ bool module_arguments(Module &m, void *self, void *given, void **arguments, Refs
     switch (m.sources[i]) {
       case 'x':
         argument = given;
+        break;
+      case 'r':
+        argument = second && is_like(x, second) ? second : nullptr;
         break;
       case 'n':
         argument = last_size(m, x);
@@ -758,13 +770,14 @@ bool is_originals(const Module &m, void *self, void *given) {
   return layout.size / columns < m.rows && is_in_training(self);
 }
 
-// None: the call is left to Python; False: to the original's forward. Null: Python's error is set.
-void *run_module(Module &m, void *self, void *given) {
-  if (is_originals(m, self, given)) return PyBool_FromLong(0);
+// None: the call is left to Python; False: to the original's forward. Null: Python's error is set. `second`: null, or a
+// second argument.
+void *run_module(Module &m, void *self, void *given, void *second) {
+  if (!second && is_originals(m, self, given)) return PyBool_FromLong(0);
   error_is_ours = false;
   void *arguments[2 * kMaxSlots];
   Refs kept;
-  if (module_arguments(m, self, given, arguments, kept)) {
+  if (module_arguments(m, self, given, second, arguments, kept)) {
     if (void *result = run_arguments(*m.function, arguments)) return result;
     if (!must_fall_back()) return nullptr;
   }
@@ -889,9 +902,10 @@ AOT_API void *aot_torch_public(void *capsule, void *const *arguments, intptr_t c
 }
 
 // A call of a replaced module: the module, then its one argument. None: the call is left to Python; False: to the
-// original's forward.
+// original's forward. With a second argument, of the norm of both's sum.
 AOT_API void *aot_torch_module(void *capsule, void *const *objects, intptr_t count) {
-  return count == 2 ? run_module(*capsule_pointer<Module>(capsule), objects[0], objects[1]) : finish(kOk);
+  if (count != 2 && count != 3) return finish(kOk);
+  return run_module(*capsule_pointer<Module>(capsule), objects[0], objects[1], count == 3 ? objects[2] : nullptr);
 }
 
 // Whether a call of a module is its class's forward, and nothing more: it has no hooks, and the capsule's four

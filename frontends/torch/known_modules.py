@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ ORIGINAL = "_aotops_original"
 FORMS: list[Form] = []
 
 
-def _form(kind: str, *also: Any, **options: Any) -> Callable[[Any], Any]:
+def form(kind: str, *also: Any, **options: Any) -> Callable[[Any], Any]:
     """Notes a reference of a forward. ``also``: references of methods that it calls."""
 
     def note(forward: Any) -> Any:
@@ -41,7 +42,7 @@ def _form(kind: str, *also: Any, **options: Any) -> Callable[[Any], Any]:
 # ``like_weight``: the result is promoted to the weight's dtype. Else it has that of x.
 
 
-@_form("rms_norm", like_weight=True)
+@form("rms_norm", like_weight=True)
 def _llama_rms_norm(self, x):
     input_dtype = x.dtype
     x = x.to(torch.float32)
@@ -50,7 +51,7 @@ def _llama_rms_norm(self, x):
     return self.weight * x.to(input_dtype)
 
 
-@_form("rms_norm")
+@form("rms_norm")
 def _olmo_rms_norm(self, x):
     input_dtype = x.dtype
     x = x.to(torch.float32)
@@ -59,7 +60,7 @@ def _olmo_rms_norm(self, x):
     return (self.weight * x).to(input_dtype)
 
 
-@_form("rms_norm")
+@form("rms_norm")
 def _helium_rms_norm(self, x):
     input_dtype = x.dtype
     x = x.to(torch.float32)
@@ -68,7 +69,7 @@ def _helium_rms_norm(self, x):
     return (self.weight.to(torch.float32) * x).to(input_dtype)
 
 
-@_form("rms_norm", like_weight=True)
+@form("rms_norm", like_weight=True)
 def _t5_rms_norm(self, x):
     variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
     x = x * torch.rsqrt(variance + self.EPS)
@@ -86,27 +87,27 @@ def _norm__by_pow(self, x):
     return x * torch.pow(mean_squared, -0.5)
 
 
-@_form("rms_norm", _norm, offset=1.0)
+@form("rms_norm", _norm, offset=1.0)
 def _gemma_rms_norm(self, x):
     output = self._norm(x.float())
     output = output * (1.0 + self.weight.float())
     return output.type_as(x)
 
 
-@_form("rms_norm", _norm)
+@form("rms_norm", _norm)
 def _moshi_rms_norm(self, x):
     output = self._norm(x.float())
     output = output * self.weight.float()
     return output.type_as(x)
 
 
-@_form("rms_norm", _norm, like_weight=True)
+@form("rms_norm", _norm, like_weight=True)
 def _llama4_rms_norm(self, x):
     output = self._norm(x.float()).type_as(x)
     return output * self.weight
 
 
-@_form("rms_norm", _norm__by_pow, switch="with_scale")
+@form("rms_norm", _norm__by_pow, switch="with_scale")
 def _gemma4_rms_norm(self, x):
     normed = self._norm(x.float())
     if self.with_scale:
@@ -114,12 +115,12 @@ def _gemma4_rms_norm(self, x):
     return normed.type_as(x)
 
 
-@_form("rms_norm", _norm, weighted=False)
+@form("rms_norm", _norm, weighted=False)
 def _weightless_rms_norm(self, x):
     return self._norm(x.float()).type_as(x)
 
 
-@_form("layer_norm", switch="_fast_norm")
+@form("layer_norm", switch="_fast_norm")
 def _timm_layer_norm(self, x):
     if self._fast_norm:
         x = FAST_LAYER_NORM(x, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined] # noqa: F821
@@ -132,32 +133,32 @@ def _timm_layer_norm(self, x):
 # ``widened``: autocast on CUDA computes it in float32, because of pow. ``composed``: the original is many kernels.
 
 
-@_form("gelu", activation="gelu_tanh", widened=True, composed=True)
+@form("gelu", activation="gelu_tanh", widened=True, composed=True)
 def _new_gelu(self, x):
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-@_form("gelu", activation="gelu_tanh", composed=True)
+@form("gelu", activation="gelu_tanh", composed=True)
 def _fast_gelu(self, x):
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
-@_form("gelu", activation="gelu")
+@form("gelu", activation="gelu")
 def _functional_gelu(self, x):
     return F.gelu(x)
 
 
-@_form("gelu", activation="gelu_tanh")
+@form("gelu", activation="gelu_tanh")
 def _functional_gelu_tanh(self, x):
     return F.gelu(x, approximate="tanh")
 
 
-@_form("silu", activation="silu")
+@form("silu", activation="silu")
 def _functional_silu(self, x):
     return nn.functional.silu(x)
 
 
-@_form("gelu")
+@form("gelu")
 def _gelu_that_it_holds(self, x):
     return self.FUNCTION(x)
 
@@ -165,7 +166,7 @@ def _gelu_that_it_holds(self, x):
 # ------------------------------------------------------------------------------------------------------------ networks
 
 
-@_form("conv1d")
+@form("conv1d")
 def _conv1d(self, x):
     size_out = x.size()[:-1] + (self.nf,)  # noqa: RUF005
     x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
@@ -173,18 +174,18 @@ def _conv1d(self, x):
     return x
 
 
-@_form("swiglu")
+@form("swiglu")
 def _gated(self, x):
     down = self.DOWN(self.ACT(self.GATE(x)) * self.UP(x))
     return down
 
 
-@_form("swiglu")
+@form("swiglu")
 def _gated_at_once(self, x):
     return self.DOWN(self.ACT(self.GATE(x)) * self.UP(x))
 
 
-@_form("swiglu", packed=True)
+@form("swiglu", packed=True)
 def _gated_and_packed(self, x):
     up = self.UP(x)
     gate, up = up.chunk(2, dim=-1)
@@ -192,14 +193,14 @@ def _gated_and_packed(self, x):
     return self.DOWN(up)
 
 
-@_form("linear")
+@form("linear")
 def _linear_and_activation(self, x):
     x = self.FIRST(x)
     x = self.ACT(x)
     return x
 
 
-@_form("linear", then=("SECOND",))
+@form("linear", then=("SECOND",))
 def _mlp(self, x):
     x = self.FIRST(x)
     x = self.ACT(x)
@@ -207,12 +208,12 @@ def _mlp(self, x):
     return x
 
 
-@_form("linear", then=("SECOND",))
+@form("linear", then=("SECOND",))
 def _mlp_at_once(self, x):
     return self.SECOND(self.ACT(self.FIRST(x)))
 
 
-@_form("linear", then=("SECOND", "DROPOUT"))
+@form("linear", then=("SECOND", "DROPOUT"))
 def _gpt2_mlp(self, x):
     x = self.FIRST(x)
     x = self.ACT(x)
@@ -221,7 +222,7 @@ def _gpt2_mlp(self, x):
     return x
 
 
-@_form("linear", then=("DROPOUT", "NORM", "SECOND", "DROPOUT_2"))
+@form("linear", then=("DROPOUT", "NORM", "SECOND", "DROPOUT_2"))
 def _timm_mlp(self, x):
     x = self.FIRST(x)
     x = self.ACT(x)
@@ -257,12 +258,25 @@ def form_of(kind: type) -> tuple[Form, Names] | None:
         methods = ("forward", *_CALLED.get(base, ()))
         if issubclass(kind, base) and all(getattr(kind, m) is getattr(base, m) for m in methods):
             return Form(name, {}, {"torchs": base}), {}
-    for form in FORMS:
-        found = [named(getattr(kind, method, None), reference) for method, reference in form.methods.items()]
+    for each in FORMS:
+        found = [named(plain_method(kind, method), reference) for method, reference in each.methods.items()]
         if all(names is not None for names in found):
             merged = {key: value for names in found if names for key, value in names.items()}
-            return form, merged
+            return each, merged
     return head_of(kind)
+
+
+def plain_method(kind: type, name: str) -> Any:
+    """A method without transformers' checkpoint around it, which it gives to each subclass of a layer as well."""
+    function = getattr(kind, name, None)
+    while isinstance(function, FunctionType) and function.__globals__.get("__name__") == _CHECKPOINTS[0]:
+        if function.__code__.co_name != _CHECKPOINTS[1]:
+            break
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return function
+
+
+_CHECKPOINTS = "transformers.modeling_layers", "forward_with_checkpointing"
 
 
 def gelu_of(function: Any) -> str | None:

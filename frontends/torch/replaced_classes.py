@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from aotops.infer import MAX_NDIM
 
-from . import replaced_calls, replaced_globals, replaced_masks
+from . import replaced_calls, replaced_globals, replaced_layers, replaced_masks
 from .known_modules import ORIGINAL
 from .replaced_forwards import FUSED, MADE_FOR, learn, operator_of, serve_of
 from .tensors import is_compiling, is_known
@@ -34,6 +34,7 @@ def _made(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
     made = type(original.__name__, (original,), own)
     if call:
         call.struct.type = id(made)  # _MADE keeps it
+        replaced_layers.note(made, original, kinds)
     MADE_FOR[made] = original
     learn(made)
     return made
@@ -67,6 +68,8 @@ def _forward(original: type[nn.Module]) -> Any:
     serve = serve_of(form, names)
     if form.kind == "linear_cross_entropy":
         return _of_a_model(serve, theirs)
+    if form.kind == "add_norm":
+        return _of_layers(serve, theirs)
     return _of_a_layer(serve, theirs, form.kind in FUSED, form.kind == "matrix")
 
 
@@ -91,6 +94,15 @@ def _is_served(module: nn.Module, x: Tensor) -> bool:
     if x.dim() > MAX_NDIM or not is_known(x):
         return False
     return is_compiling() or all(p is None or is_known(p) for p in module._parameters.values())
+
+
+def _of_layers(serve, theirs):
+    @functools.wraps(theirs)
+    def forward(self, *args, **kwargs):
+        is_plain = args and isinstance(args[0], Tensor) and not is_compiling()
+        return (serve if is_plain else theirs)(self, *args, **kwargs)
+
+    return forward
 
 
 def _of_a_model(serve, theirs):

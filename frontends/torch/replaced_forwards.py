@@ -6,7 +6,7 @@ They ask what may have changed since ``replace``: dtypes, autocast, children tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from . import replaced_heads, replaced_products
+from . import replaced_heads, replaced_layers, replaced_products
 from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
 from .replaced_children import child, is_bare, parameter
@@ -194,19 +194,26 @@ def _linear(names: Names, then: tuple[str, ...] = ()) -> Serve:
     first, act, then = names["FIRST"], names["ACT"], tuple(names[name] for name in then)
 
     def serve(self, x):
-        get, bias = (getattr, getattr) if is_compiling() else (child, parameter)
-        product, activating = get(self, first), get(self, act)
-        activation, weight = _activation(activating), _matrix(product)
-        if activation is None or weight is None or not replaced_products.pays(x, weight):
+        get = getattr if is_compiling() else child
+        y = _activated(get(self, first), get(self, act), x, [get(self, name) for name in then])
+        if y is None:
             return NotImplemented
-        if _is_widened(activating) and autocasts(x) and not any(_is_product(get(self, name)) for name in then):
-            return NotImplemented
-        y = F.linear(x, weight, bias(product, "bias"), activation)
         for name in then:
             y = get(self, name)(y)
         return y
 
     return serve
+
+
+def _activated(product: Any, activating: nn.Module, x: Tensor, then: Collection[nn.Module]) -> Tensor | None:
+    """A product and its activation as one operator, where that pays. ``then``: modules that take its results."""
+    activation, weight = _activation(activating), _matrix(product)
+    if activation is None or weight is None or not replaced_products.pays(x, weight):
+        return None
+    if _is_widened(activating) and autocasts(x) and not any(map(_is_product, then)):
+        return None
+    bias = product.bias if is_compiling() else parameter(product, "bias")
+    return F.linear(x, weight, bias, activation)
 
 
 def _is_widened(act: nn.Module) -> bool:
@@ -259,6 +266,7 @@ _SERVES: dict[str, Callable[..., Serve]] = {
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "conv2d": replaced_products.conv2d,
+    "add_norm": partial(replaced_layers.add_norm, _activated),
     "linear_cross_entropy": partial(replaced_heads.causal_lm, _matrix),
 }
 
@@ -282,6 +290,7 @@ _CHECKS: dict[str, Callable[[Any, Form, Names], str | None]] = {
     "swiglu": _swiglu_refusal,
     "linear": _linear_refusal,
     "conv2d": replaced_products.conv2d_refusal,
+    "add_norm": replaced_layers.refusal,
     "linear_cross_entropy": replaced_heads.refusal,
     "silu": _says("no operator computes it alone"),
     "relu": _says("no operator computes it alone"),

@@ -15,6 +15,8 @@ from .tensors import READS_TENSORS, is_compiling
 
 ALIKE = "a product alone: torch's uses cuBLASLt too"
 LARGE_WEIGHT, MANY_ROWS, MOST_WORK = 1 << 20, 64, 1 << 34
+"""Elements of a weight, rows of x, and multiplications: at 650 TFLOP/s an H200 takes 53 us for the most, as long as a
+host takes for torch's four nodes (docs/lab_notes.md)."""
 
 
 def pays(x: Tensor, weight: Tensor) -> bool:
@@ -65,7 +67,7 @@ def alone(names: Names, **_: Any) -> Callable[..., Any]:
 
 
 def alone_refusal(module: Any, form: Form, names: Names) -> str:
-    """Of other sizes, what replaced_calls.py serves is replaced: on a GPU in 16 bits."""
+    """A module is replaced too where replaced_calls.py serves products of even sizes: on a GPU in 16 bits."""
     weight = module.weight
     is_even = not any(n % 8 for n in weight.shape)
     if _is_uneven(weight) or (is_even and READS_TENSORS and weight.is_cuda and weight.element_size() == 2):

@@ -30,8 +30,11 @@ KINDS = tuple(kind for kind in dict.fromkeys((*SERVED, *CALLED)) if kind not in 
 _LOSS = "loss_function"
 """The property of transformers' models with the function that they call."""
 _OF_ITS_OWN = ("__init_subclass__", "__reduce__", "__reduce_ex__")
-_HARMLESS = ("transformers.modeling_utils", "PreTrainedModel")
-"""A class whose ``__init_subclass__`` notes the class of the configuration, and no more."""
+_HARMLESS = (
+    ("transformers.modeling_utils", "PreTrainedModel"),
+    ("transformers.modeling_layers", "GradientCheckpointingLayer"),
+)
+"""Classes whose ``__init_subclass__`` notes the class of the configuration, or puts a checkpoint around the forward."""
 
 
 class Row(NamedTuple):
@@ -105,7 +108,8 @@ def replace(
     Args:
         model: on any device, in any dtype, training or not.
         only: the kinds to replace: "layer_norm", "rms_norm", "gelu", "swiglu", "linear" (with the activation after it),
-            "softmax", "cross_entropy", "conv2d", "rope" and "mask". Default: all.
+            "softmax", "cross_entropy", "conv2d", "add_norm" (a residual's sum and the norm of it), "rope" and "mask".
+            Default: all.
         without: kinds to leave.
         also: kinds that are replaced only where they are asked for. "linear_cross_entropy": the head of a model for
             language and its loss, where the model is called in training with ``labels=``: its result then has no
@@ -238,7 +242,7 @@ def _own_ways(module: nn.Module, methods: Iterable[str]) -> str:
     own = [method for method in ("forward", *methods) if method in vars(module)]
     if own:
         return f"its {own[0]} is the instance's own"
-    bases = [base for base in cls.__mro__[:-1] if (base.__module__, base.__qualname__) != _HARMLESS]
+    bases = [base for base in cls.__mro__[:-1] if (base.__module__, base.__qualname__) not in _HARMLESS]
     if type(cls) is not type or any(name in vars(base) for base in bases for name in _OF_ITS_OWN):
         return "its class is made, subclassed or pickled in a way of its own"
     return ""

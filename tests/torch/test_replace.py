@@ -108,12 +108,12 @@ def timm_resnet():
 
 MODELS = {
     gpt2: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1, "mask": 1},
-    llama: {"rms_norm": 5, "swiglu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
-    qwen: {"rms_norm": 9, "swiglu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
+    llama: {"add_norm": 2, "rms_norm": 5, "swiglu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
+    qwen: {"add_norm": 2, "rms_norm": 9, "swiglu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
     gemma2: {"rms_norm": 9, "gelu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
     gpt_neox: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
-    bert: {"layer_norm": 6, "linear": 3, "gelu": 3, "cross_entropy": 1, "mask": 1},
-    vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1, "mask": 1},
+    bert: {"add_norm": 4, "layer_norm": 6, "linear": 3, "gelu": 3, "cross_entropy": 1, "mask": 1},
+    vit: {"add_norm": 2, "layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1, "mask": 1},
     timm_vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
     timm_resnet: {"conv2d": 1},
 }
@@ -446,6 +446,20 @@ def test_a_head_of_uneven_sizes_that_is_replaced():
         assert before.logits is not None
         assert after.logits is None
     assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("build", [llama, bert, vit])
+def test_layers_that_are_checkpoints(build):
+    """Transformers puts a checkpoint around the forward, or the call, of a layer: of a replaced one too, and once."""
+    expected = trained(made(build).train(), build)
+    model, runs = made(build).train(), []
+    assert any(row.operator == "add_norm" for row in ours.replace(model))
+    model.gradient_checkpointing_enable()
+    for name, module in model.named_modules():
+        if name.endswith(("mlp", "intermediate")):
+            module.register_forward_pre_hook(lambda module, args: runs.append(module))
+    torch.testing.assert_close(trained(model, build), expected, rtol=1e-4, atol=1e-6)
+    assert len(runs) == 4  # two layers, each forward and again in the backward
 
 
 def test_the_compiler_fuses_norms_on_a_gpu(monkeypatch):
