@@ -1,6 +1,7 @@
-"""The tables of docs/performance.md that are figures of `aotops bench`: `python -m benchmarks.report`.
+"""The tables of docs/performance.md and docs/lab_notes.md that are figures of `aotops bench`:
+`python -m benchmarks.report`.
 
-Writes the marked sections of the page from benchmarks/results/h200.json. A table says of which version its figures are
+Writes the marked sections of the pages from benchmarks/results/h200.json. A table says of which version its figures are
 and when they were measured, and marks a row whose kernel has changed since.
 """
 
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from aotops.bench import cases
 from aotops.bench.sources import of_kernel
 
 ROOT = Path(__file__).parents[1]
-RESULT, PAGE = ROOT / "benchmarks/results/h200.json", ROOT / "docs/performance.md"
+RESULT = ROOT / "benchmarks/results/h200.json"
+PAGES = ROOT / "docs/performance.md", ROOT / "docs/lab_notes.md"
 SECTION = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -34,7 +37,8 @@ Result = dict[str, Any]
 
 
 def main() -> None:
-    PAGE.write_text(written(PAGE.read_text(), load()))
+    for page in PAGES:
+        page.write_text(written(page.read_text(), load()))
 
 
 def load() -> Result:
@@ -186,6 +190,45 @@ def conv2d(result: Result) -> str:
     return str(table)
 
 
+AHEAD = 0.99
+"""The rate beside a peer's below which the peer is ahead: runs differ by up to 1 %."""
+
+
+def ahead(result: Result) -> str:
+    """The cases in which a peer is ahead, large ones first."""
+    cases.use(ROOT / "tests/cases")
+    text = ("operator", "pass", "shape", "dtype", "fastest peer")
+    table = Table(result, text, ("us", "peer's us", "rate"))
+    peers: dict[tuple[Any, ...], Row] = {}
+    for row in sorted(table.find("others"), key=lambda row: row["us"]):
+        peers.setdefault(_case(row), row)
+    compared = [(row, peers[_case(row)]) for row in table.find("aotops") if _case(row) in peers]
+    counts = []
+    for small in (False, True):
+        of_size = [(row, peer) for row, peer in compared if _is_small(row) == small]
+        behind = [(peer["us"] / row["us"], row, peer) for row, peer in of_size if peer["us"] < AHEAD * row["us"]]
+        counts.append(f"{len(behind)} of {len(of_size)}")
+        for rate, row, peer in sorted(behind, key=lambda each: each[0]):
+            names = [
+                f"{row['op']} {row['variant']}".rstrip(), row["pass"], " x ".join(map(str, row["shape"])), row["dtype"]
+            ]  # fmt: skip
+            table.add([*names, peer["impl"]], [row], (_digits(row["us"]), _digits(peer["us"]), f"{rate:.2f}"))
+    within = round(100 * (1 - AHEAD))
+    return f"A peer is more than {within} % ahead in {counts[0]} cases and {counts[1]} small calls:\n\n{table}"
+
+
+def _digits(us: float) -> str:
+    return f"{us:.2f}" if us < 100 else f"{us:.0f}"
+
+
+def _case(row: Row) -> tuple[Any, ...]:
+    return row["op"], row["variant"], row["pass"], *row["shape"], row["dtype"]
+
+
+def _is_small(row: Row) -> bool:
+    return cases.find(row["op"], row["variant"]).small(tuple(row["shape"]))
+
+
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "machine": machine,
     "elementwise": elementwise,
@@ -194,6 +237,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "matmul": matmul,
     "linear_gelu": linear_gelu,
     "conv2d": conv2d,
+    "ahead": ahead,
 }
 
 

@@ -1,5 +1,5 @@
-"""docs/performance.md has the recorded figures, with their versions and dates, and marks those of a kernel that has
-changed since."""
+"""docs/performance.md and lab_notes.md have the recorded figures, with their versions and dates, and mark those of a
+kernel that has changed since."""
 
 from __future__ import annotations
 
@@ -15,10 +15,32 @@ from benchmarks import report
 CUDA_SRC = report.ROOT / "cuda_src"
 
 
-def test_the_page_is_that_of_the_result():
-    page, result = report.PAGE.read_text(), report.load()
-    assert {found[2] for found in report.SECTION.finditer(page)} == set(report.SECTIONS)
-    assert page == report.written(page, result), "run python -m benchmarks.report"
+def test_the_pages_are_those_of_the_result():
+    pages, result = [page.read_text() for page in report.PAGES], report.load()
+    assert sorted(found[2] for page in pages for found in report.SECTION.finditer(page)) == sorted(report.SECTIONS)
+    assert pages == [report.written(page, result) for page in pages], "run python -m benchmarks.report"
+
+
+def test_the_table_of_what_is_behind_has_what_is_behind():
+    """By the fastest peer, from 1 % on; a row without peers is not compared."""
+
+    def row(impl, us, n=4096, **more):
+        shape = [1 << 26 >> n.bit_length() - 1, n] if n > 256 else [8, n]
+        case = {"op": "softmax", "variant": "", "pass": "forward", "shape": shape, "dtype": "bfloat16"}
+        own = {"version": "0.0.1", "kernel": sources.of_kernel("softmax")} if impl == "aotops" else {}
+        return {**case, "impl": impl, "us": us, "date": "2001-01-01", **own, **more}
+
+    rows = [row("aotops", 70.0), row("torch", 69.0), row("quack", 68.0)]
+    rows += [row("aotops", 70.0, 8192), row("torch", 69.4, 8192)]
+    rows += [row("aotops", 70.0, 32768)]
+    rows += [row("aotops", 2.0, 256), row("torch", 1.0, 256), row("torch", 0.1, 256, dtype="float32")]
+    lines = report.ahead({"rows": rows, "versions": {"torch": "2.0"}}).splitlines()
+    assert lines[0] == "A peer is more than 1 % ahead in 1 of 2 cases and 1 of 1 small calls:"
+    assert lines[4:6] == [
+        "| softmax | forward | 16384 x 4096 | bfloat16 | quack | 70.00 | 68.00 | 0.97 |",
+        "| softmax | forward | 8 x 256 | bfloat16 | torch | 2.00 | 1.00 | 0.50 |",
+    ]
+    assert lines[6:] == ["", "aotops 0.0.1, torch 2.0, 2001-01-01."]
 
 
 def test_each_row_says_what_it_measured():
@@ -36,6 +58,7 @@ def test_each_row_says_what_it_measured():
         ("matmul", "matmul", 3),
         ("linear_gelu", "linear", 7),
         ("conv2d", "conv2d", 5),
+        ("ahead", "conv2d", 3),
     ],
 )
 def test_a_row_is_marked_if_its_kernel_has_changed(name, op, lines):
