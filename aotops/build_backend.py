@@ -10,11 +10,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from setuptools import setup
-from setuptools.build_meta import _BuildMetaBackend
-
 from .compiler import CompileError
-from .setuptools import kernels
+
+try:
+    from setuptools import setup
+    from setuptools.build_meta import _BuildMetaBackend
+
+    from .setuptools import kernels
+except ImportError as error:  # Python 3.12 and later have none in a new environment, and those before an old one
+    needs = "aotops.build_backend needs setuptools 77 or later: pip install 'setuptools>=77'"
+    raise ImportError(f"{needs} ({error})") from None
 
 
 class _Backend(_BuildMetaBackend):

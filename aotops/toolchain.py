@@ -259,7 +259,7 @@ def run(command: Sequence[str], what: str, announced: bool = False) -> str:
     Raises:
         CompileError: it fails; with all that it printed.
     """
-    if _runs_nvcc(command) and any(_FOR_SHELL.search(word) for word in command):
+    if _runs_nvcc(command) and any(map(_misread, _with_option(command))):
         return _run_behind_links(command, what, announced)
     return _run(command, what, announced)
 
@@ -285,6 +285,18 @@ _FOR_SHELL = re.compile("/[^/]*[$'\"`\\\\,\udc80-\udcff]")
 """A path that nvcc takes for something else: it runs each step by a line of `sh`, with paths in double quotes at best,
 takes a comma for the end of a path, and warns of each that is not UTF-8."""
 
+_FOR_LINKER = re.compile("/[^/]*[\\s&;()<>|*?#~]|" + _FOR_SHELL.pattern)
+"""The same of a path in a word that nvcc hands on (-Xlinker, -Xcompiler): it has no quotes there."""
+
+
+def _with_option(command: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Each word, and whether nvcc hands it on."""
+    return zip(command, (before in ("-Xlinker", "-Xcompiler") for before in ("", *command)), strict=False)
+
+
+def _misread(word: tuple[str, bool]) -> bool:
+    return bool((_FOR_LINKER if word[1] else _FOR_SHELL).search(word[0]))
+
 
 def _runs_nvcc(command: Sequence[str]) -> bool:
     found = nvcc()
@@ -299,8 +311,8 @@ def _run_behind_links(command: Sequence[str], what: str, announced: bool) -> str
     with tempfile.TemporaryDirectory(prefix="aotops-") as links:
         folders: dict[str, str] = {}
 
-        def plain(word: str) -> str:
-            if not _FOR_SHELL.search(word):
+        def plain(word: str, handed_on: bool) -> str:
+            if not _misread((word, handed_on)):
                 return word
             option, slash, path = word.partition("/")
             folder, name = os.path.split(slash + path)
@@ -309,7 +321,7 @@ def _run_behind_links(command: Sequence[str], what: str, announced: bool) -> str
                 os.symlink(folder, folders[folder])
             return f"{option}{folders[folder]}/{name}"
 
-        words = [plain(word) for word in command]
+        words = [plain(*word) for word in _with_option(command)]
         if any(_FOR_SHELL.search(word) for word in (*words, links)):
             misread = next(word for word in (*words, links) if _FOR_SHELL.search(word))
             raise CompileError(

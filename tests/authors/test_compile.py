@@ -458,6 +458,20 @@ def test_a_folder_of_any_name(package, tmp_path, monkeypatch, kind):
     assert f"{os.fsencode(folder).decode(errors='replace')}/a.{kind}" in str(raised.value)
 
 
+def test_a_folder_of_any_name_has_aotops_itself(package, tmp_path, monkeypatch):
+    """nvcc gives the linker its script without quotes."""
+    if toolchain.nvcc() is None:
+        pytest.skip("nvcc is not installed")
+    folder = tmp_path / "a (folder) & more" / "cmake"
+    shutil.copytree(toolchain.cmake_dir(), folder)
+    monkeypatch.setattr(toolchain, "cmake_dir", lambda: folder)
+    (package / "a.cpp").rename(package / "a.cu")
+    table, text = package / "pyproject.toml", (package / "pyproject.toml").read_text()
+    table.write_text(text.replace('["*.cpp"]', '["a.cu"]\narchs = ["80"]'))
+    assert ctypes.CDLL(str(build.build(package))).answer() == 42
+    assert ctypes.CDLL(str(aotops.compile(package / "a.cu", arch="80"))).answer() == 42
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -496,6 +510,16 @@ def test_the_backends_error_is_the_compilers(package, tmp_path):
     assert done.returncode == 1
     assert "b.cpp:1:1: error" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_backend_says_which_setuptools_it_needs(tmp_path):
+    """Of Python 3.11 a new environment has an older one, of later versions none."""
+    (tmp_path / "setuptools").mkdir()
+    (tmp_path / "setuptools" / "__init__.py").write_text("setup = None\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import aotops.build_backend"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "ImportError: aotops.build_backend needs setuptools 77 or later: pip install" in done.stderr
 
 
 def test_cmake_finds_aotops(tmp_path):

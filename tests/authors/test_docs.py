@@ -216,6 +216,15 @@ def test_ci_runs_the_commands_of_the_first_page():
     assert shown[:2] == re.findall(r"^make \w+", (ROOT / ".ci" / "run").read_text(), re.M)
 
 
+def test_from_zero_to_a_wheel_runs_the_commands_of_the_first_page():
+    (block,) = (each for each in blocks(ROOT / "README.md") if each.reason and each.reason.startswith("From zero"))
+    shown = [line.split("  #")[0].strip() for line in block.code.splitlines()]
+    page = [each.code.replace(" -q", "") for each in blocks(ROOT / "docs" / "your_own_operator.md")]
+    run = [line for code in page for line in code.splitlines()]
+    assert len(shown) == 5
+    assert [line for line in run if line in shown] == shown
+
+
 def test_each_command_is_run_or_says_why_not():
     """Fences without a language have output, or a drawing."""
     marked = Counter(block.reason for page in PAGES for block in blocks(page) if block.reason)
