@@ -260,6 +260,7 @@ def check(
     """
     operators = _registry().select(ops)
     if soak:
+        terminal.check_writable("check: --record", record)
         return _soak(arguments, operators, as_json, seconds, record, options)
     testing, report = import_module("aotops.testing"), import_module("aotops.testing.report")
     lines = report.Lines(report.widest(options["frameworks"]))

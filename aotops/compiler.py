@@ -185,7 +185,8 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         opened = (folder / "lock").open("w")
     except OSError as error:
-        raise CompileError(f"{folder} cannot be written: {error.strerror}; set AOTOPS_CACHE to a folder") from None
+        mend = "; set AOTOPS_CACHE to a folder" if folder.is_relative_to(cache_dir()) else ""
+        raise CompileError(f"{folder} cannot be written: {error.strerror}{mend}") from None
     with opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,6 +7,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from errno import EACCES
+from pathlib import Path
 from typing import Any
 
 _CODES = {"green": "32", "red": "31", "yellow": "33", "bold": "1"}
@@ -44,6 +46,18 @@ def check_known(what: str, given: Iterable[str] | None, known: Iterable[str]) ->
     for name in given or ():
         if name not in known:
             raise ValueError(f"{what} has {name!r}, expected some of {', '.join(known)}")
+
+
+def check_writable(what: str, path: Path | None) -> None:
+    """Raises ValueError for a file, or a folder of files, that cannot be written: before what takes long. Folders that
+    are not there are made later."""
+    if path is None:
+        return
+    where = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if where != path and not where.is_dir():
+        raise ValueError(f"{what} is {path}, but {where} is a file")
+    if not os.access(where, os.W_OK):
+        raise ValueError(f"{what} is {path}, which cannot be written: {os.strerror(EACCES)}")
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -8,10 +8,11 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 from aotops.hosting import NUMBERS, Namespace
-from aotops.infer import infer
+from aotops.infer import MAX_NDIM, infer
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.spec import TensorSpec, accumulate_dtype, check_broadcast, check_like, shape_text
@@ -47,6 +48,8 @@ class ArrayFrontend(ABC):
             raise TypeError(f"{op}: {slot} is a {type(value).__name__}, expected a {library}.ndarray to write to")
         if not getattr(value.flags, "writeable", True):
             raise ValueError(f"{op}: {slot} is read-only, expected an array to write to")
+        if _overlaps_itself(value):
+            raise ValueError(f"{op}: {slot} has elements that share memory, expected an array to write to")
 
     @abstractmethod
     def target(self, op: str, slot: str, out: Any) -> Any:
@@ -115,7 +118,7 @@ class ArrayFrontend(ABC):
             if op.transposable:
                 inputs, attrs = op.absorb_transposed_views(inputs, attrs, _contiguous)
             with self.device_of(inputs[0]):
-                prepared = self._prepare(op, inputs)
+                prepared = [*self._prepare(op, inputs)]
                 outs = None if out is None else _Outs(self, op.name, op.outputs, out)
                 mutated = self._mutated(op, inputs, prepared, outs) if op.mutates else ()
                 found = self._run(op, prepared, attrs, op.outputs, outs)
@@ -128,15 +131,23 @@ class ArrayFrontend(ABC):
             _describe_out(function, op.outputs)
         return function
 
-    def _mutated(self, op: Op, inputs: Arrays, prepared: Arrays, outs: _Outs | None) -> list[tuple[Any, Any]]:
-        """Each input that the operator writes to, with what ``prepare`` made of it."""
-        pairs = []
+    def _mutated(self, op: Op, inputs: Arrays, prepared: list[Any], outs: _Outs | None) -> list[tuple[Any, Any]]:
+        """Each input that the operator writes to, with what ``prepare`` made of it. An input that is read, and shares
+        memory with one of them, becomes a copy: as in NumPy's own functions, what is read is as it was."""
+        pairs: list[tuple[Any, Any]] = []
         for slot, given, used in zip(op.inputs, inputs, prepared, strict=True):
             if slot in op.mutates and given is not None:
                 self.check_writable(op.name, slot, given)
                 if outs is not None:
                     outs.check_apart(slot, given)
+                near = [other for other, _ in pairs if self.share_memory(given, other)]
+                if any(self.xp.shares_memory(given, other) for other in near):
+                    raise ValueError(f"{op.name}: {slot} shares memory with another input that is written to")
                 pairs.append((given, used))
+        for i, (slot, used) in enumerate(zip(op.inputs, prepared, strict=True)):
+            is_read = slot not in op.mutates and used is not None
+            if is_read and any(self.share_memory(used, written) for _, written in pairs):
+                prepared[i] = used.copy()
         return pairs
 
     def _backward(self, op: Op) -> Callable[..., Any]:
@@ -217,6 +228,9 @@ class ArrayFrontend(ABC):
             return arrays
         specs = [self.spec(a) for a in arrays]
         check_broadcast(op.name, op.inputs, specs)
+        for slot, spec in zip(op.inputs, specs, strict=True):
+            if len(spec.shape) > MAX_NDIM:  # of which broadcast_arrays says less
+                raise ValueError(f"{op.name}: {slot} has {len(spec.shape)} dimensions, expected at most {MAX_NDIM}")
         if all(spec.shape == specs[0].shape for spec in specs):
             return arrays
         return [self.prepare(op, slot, a) for slot, a in zip(op.inputs, self.xp.broadcast_arrays(*arrays), strict=True)]
@@ -309,6 +323,28 @@ class _Outs:
             raise TypeError(f"{what} dtype {spec.dtype}, expected {expected.dtype}")
         if spec.shape != expected.shape:
             raise ValueError(f"{what} shape {shape_text(spec.shape)}, expected {shape_text(expected.shape)}")
+
+
+def _overlaps_itself(array: Any) -> bool:
+    """Whether two elements of an array lie at one address, as broadcasting and sliding windows make them."""
+    if array.flags.c_contiguous or array.size < 2:
+        return False
+    axes = sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    reached = array.itemsize  # by the axes of smaller strides
+    for stride, n in axes:
+        if stride < reached:
+            break
+        reached += stride * (n - 1)
+    else:
+        return False
+    if array.size > 1 << 16:
+        return True
+    # strides of no slice or transposed view: the axes are interleaved, and need not meet
+    places = [0]
+    for stride, n in axes:
+        places = [place + stride * i for place in places for i in range(n)]
+    places.sort()
+    return any(after - before < array.itemsize for before, after in pairwise(places))
 
 
 def _takes_out(op: Op) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import __version__, registry
 from ..ops import BUILTIN
-from ..terminal import check_known
+from ..terminal import check_known, check_writable
 from . import baselines, precompile, report, sources
 from .baselines import Impl, Unavailable
 from .cases import Case, cases
@@ -68,6 +68,8 @@ def run(options: Options) -> None:
     check_known("bench: --impls", options.impls, (*baselines.MAKERS, "none"))
     check_known("bench: --dtypes", options.dtypes, DTYPES)
     check_known("bench: --passes", options.passes, ("forward", "backward"))
+    check_writable("bench: --json", options.json)
+    check_writable("bench: --plots", options.plots)
     result = report.load(options.merge)
     if options.impls != ["none"]:
         for op in selected.values():
@@ -101,6 +103,13 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
     if not todo:
         raise ValueError(f"bench: {', '.join(operators)}: no case has these shapes, dtypes and passes")
     impls = baselines.available(device, options.impls, operators)
+    left_out = []
+    frameworks = {impl.framework for impl in impls}
+    if not any(FRAMEWORKS[name].GRADIENTS for name in frameworks):
+        left_out = [f"the backward passes, which {' and '.join(sorted(frameworks))} has none of; torch has"]
+        todo = [case for case in todo if case.pass_ == "forward"]
+        if not todo:
+            raise ValueError(f"bench: nothing is left to measure but {left_out[0]}")
     precompile.precompile(todo, impls, device, options.jobs)
     turns = Turns(options.turns)
     machine = Cuda(quick) if device == "cuda" else Cpu(quick, options.seconds)
@@ -130,7 +139,7 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
             if time.perf_counter() - saved > SAVE_SECONDS:
                 yield so_far()
                 saved = time.perf_counter()
-    for skipped in bench.skipped:
+    for skipped in [*left_out, *bench.skipped]:
         print(f"left out: {skipped}")
     yield so_far()
 

@@ -19,6 +19,9 @@ REPEATED = 65521
 
 
 class Framework:
+    GRADIENTS = True
+    """Whether it has backward passes."""
+
     def __init__(self, device: str) -> None:
         self.device = device
 
@@ -139,6 +142,8 @@ def _fill(tensor: Any, deviation: float = 1.0) -> Any:
 
 
 class NumPy(Framework):
+    GRADIENTS = False
+
     def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         import numpy as np
 

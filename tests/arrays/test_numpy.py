@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from aotops.frontends import numpy as ours
-from aotops.ops import OPS
+from aotops.ops import BUILTIN, OPS
+from aotops.ops._adamw import adamw as ADAMW
 from aotops.testing import cases
 
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
@@ -328,6 +329,52 @@ def test_inputs_that_an_operator_writes_to_are_writable_arrays():
             function(x)
     with pytest.raises(ValueError, match="gelu: out shares memory with x"):
         function(X, out=X)
+    both = ours._frontend.functions_of(replace(OPS["swiglu"], mutates=("gate", "up")), "here")["swiglu"]
+    with pytest.raises(ValueError, match="swiglu: up shares memory with another input that is written to"):
+        both(X, X[::-1])
+
+
+def test_more_axes_than_numpy_broadcasts():
+    """NumPy 2 has arrays of 64, and broadcasts 32."""
+    if int(np.__version__.partition(".")[0]) < 2:
+        pytest.skip("NumPy 1 has no such arrays")
+    with pytest.raises(ValueError, match="add: a has 33 dimensions, expected at most 32"):
+        ours.add(np.ones((1,) * 33), np.ones(3))
+
+
+def test_what_is_read_beside_an_input_that_is_written_to_is_as_it_was():
+    """As in NumPy's functions: here gradients are the parameters, an element further, and the parameters themselves."""
+    adamw = ours._frontend.functions_of(ADAMW.bound_to(BUILTIN), "here")["adamw"]
+    one = np.ones((), np.float32)
+
+    def stepped(param, grad):
+        adamw(param, grad, np.zeros_like(param), np.zeros_like(param), one, one)
+        return param
+
+    for shift in (0, 1):
+        memory = np.linspace(-1, 1, 101)
+        expected = stepped(memory[shift:].copy(), memory[: 101 - shift].copy())
+        np.testing.assert_array_equal(stepped(memory[shift:], memory[: 101 - shift]), expected)
+
+
+APART = [(8, 48), (48, 8), (-48, -8), (24, 64), (24, 16), (16, 24)]
+MEETING = [(0, 8), (8, 8), (8, 16), (-16, 16), (4, 64), (16, 28)]
+
+
+@pytest.mark.parametrize(
+    ("strides", "meet"), [*((each, False) for each in APART), *((each, True) for each in MEETING)], ids=str
+)
+def test_out_has_a_place_for_each_element(strides, meet):
+    """Of 3 x 2 float64, one of which would be lost."""
+    memory = np.zeros(64)
+    out = np.lib.stride_tricks.as_strided(memory[32:], (3, 2), strides)
+    x = np.arange(6.0).reshape(3, 2)
+    if meet:
+        with pytest.raises(ValueError, match="gelu: out has elements that share memory, expected an array to write to"):
+            ours.gelu(x, out=out)
+        assert not memory.any()
+    else:
+        np.testing.assert_array_equal(ours.gelu(x, out=out), ours.gelu(x))
 
 
 def test_out_is_in_signatures_and_docstrings():

@@ -209,6 +209,31 @@ def test_a_run_writes_what_it_says(tmp_path, capsys):
     assert "add" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("option", "path", "message"),
+    [
+        ("--json", "file/bench.json", "file/bench.json, but .*file is a file"),
+        ("--plots", "/proc/plots", "which cannot be written: Permission denied"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_a_run(tmp_path, monkeypatch, option, path, message):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("aotops.bench.run._measured", lambda *args: pytest.fail("it ran"))
+    monkeypatch.setattr("os.access", lambda where, mode: not str(where).startswith("/proc"))  # root may write anywhere
+    with pytest.raises(ValueError, match=f"bench: {option} is .*{message}"):
+        main(["bench", "add", "--quick", "--device", "cpu", option, str(tmp_path / path)])
+
+
+def test_without_a_framework_of_gradients_forward_passes_are_timed(capsys):
+    options = ["softmax", "--device", "cpu", "--quick", "--impls", "numpy", "--shapes", "8x256"]
+    main(["bench", *options])
+    printed = capsys.readouterr().out
+    assert "measure   1/1" in printed
+    assert "left out: the backward passes, which numpy has none of; torch has\n" in printed
+    with pytest.raises(ValueError, match="bench: nothing is left to measure but the backward passes"):
+        main(["bench", *options, "--passes", "backward"])
+
+
 def test_a_run_of_products(tmp_path, capsys):
     pytest.importorskip("torch")
     file = tmp_path / "bench.json"

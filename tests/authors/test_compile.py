@@ -178,6 +178,17 @@ def test_a_changed_header_of_aotops_compiles_again(tmp_path, monkeypatch):
     assert _answer(aotops.compile(source)) == 2
 
 
+def test_a_folder_that_cannot_be_written_is_told(package, tmp_path, monkeypatch):
+    """The cache can lie elsewhere, the objects of a package cannot."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AOTOPS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(aotops.CompileError, match=r"file/.* cannot be written: .*; set AOTOPS_CACHE to a folder$"):
+        aotops.compile("int f() { return 1; }")
+    (package / "build").touch()
+    with pytest.raises(aotops.CompileError, match=r"build/aotops cannot be written: [^;]*$"):
+        build.build(package)
+
+
 def test_many_processes_compile_once(tmp_path):
     log = tmp_path / "log"
     compiler = tmp_path / "g++"
