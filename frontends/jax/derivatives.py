@@ -6,7 +6,7 @@ It is not ``jax.custom_jvp``: JAX drops its rule when it splits a scan that is d
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, reduce
 from operator import add as plus
@@ -56,6 +56,41 @@ def _jvp(leaves, moved, *, call, tree, program):
 
 
 ad.primitive_jvps[operator_p] = _jvp
+
+
+def _transpose(cotangents, *leaves, call, tree, program):
+    """For ``jax.linear_transpose`` and the rules of others, in whose tangents an operator is called. Of a call that is
+    linear in some inputs, the gradient is the transpose, whatever numbers they have."""
+    named = dict(zip(call.op.inputs, tree_unflatten(tree, leaves), strict=True))
+    places = [i for i, x in enumerate(leaves) if ad.is_undefined_primal(x)]
+    slots = [slot for slot, x in named.items() if ad.is_undefined_primal(x)]
+    if not _is_linear(call, slots):
+        raise NotImplementedError(f"{call.op.name} has no transpose: it is not linear in {' and '.join(slots)}")
+
+    def function(*values):
+        whole = dict(enumerate(leaves)) | dict(zip(places, values, strict=True))
+        return operator_p.bind(*whole.values(), call=call, tree=tree, program=program)
+
+    zeros = [ad.instantiate_zeros(ad.Zero(leaves[i].aval)) for i in places]
+    found = jax.vjp(function, *zeros)[1](list(map(ad.instantiate_zeros, cotangents)))
+    transposed = dict(zip(places, found, strict=True))
+    return [transposed.get(i) for i in range(len(leaves))]
+
+
+def _is_linear(call: OperatorCall, slots: Collection[str]) -> bool:
+    """Whether the call is linear in some inputs together: as a backward in what it takes for its outputs, a product in
+    one factor, or any operator whose gradient for them reads neither them nor a result."""
+    op = call.op
+    if call.forward is not None:
+        return {*slots} <= {f"d{y}" for y in call.forward.outputs}
+    if not op.has_gradient:
+        return False
+    if is_bilinear(op, call.attrs):
+        return len({*slots} & {*op.bilinear}) < 2
+    return op.rule is None and not (set(op.saved) - op.left_out(slots)) & {*slots, *op.entry_outputs}
+
+
+ad.primitive_transposes[operator_p] = _transpose
 
 
 def _tangents(call: OperatorCall, outputs: Names, given: Mapping[str, Array], tangents: Mapping[str, Array]):

@@ -315,6 +315,51 @@ def test_derivatives_of_any_mode_of_a_batch(name):
     close(*(jax.jit(jax.vmap(f, (0, None, 1)))(*batch) for f in derivatives))
 
 
+_A, _B, _IMAGES = jnp.arange(12.0).reshape(3, 4), jnp.cos(jnp.arange(20.0)).reshape(4, 5), jnp.ones((1, 2, 4, 4))
+LINEAR = {
+    "add": (lambda a: ours.add(a, a), _A),
+    "add alpha": (lambda a: ours.add(_A, a, alpha=3), _A),
+    "add broadcast": (lambda a: ours.add(jnp.zeros((3, 4)), a), _A[0]),
+    "matmul a": (lambda a: ours.matmul(a, _B), _A),
+    "matmul b": (lambda b: ours.matmul(_A, b), _B),
+    "linear x": (lambda x: ours.linear(x, _B.T), _A),
+    "linear weight": (lambda w: ours.linear(_A, w), _B.T),
+    "linear bias": (lambda b: ours.linear(jnp.zeros((3, 4)), _B.T, b), _B[0]),
+    "conv2d x": (lambda x: ours.conv2d(x, jnp.cos(jnp.arange(24.0)).reshape(3, 2, 2, 2)), _IMAGES),
+    "rope x": (lambda x: ours.rope(x, _A[:, :2], _B[:3, :2]), _A[None, :, None]),
+    "qkv_rope qkv": (lambda x: ours.qkv_rope(x, _A[:, :2], _B[:3, :2], 1)[1], jnp.tile(_A, (1, 1, 3))),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_transpose_of_a_linear_operator(name):
+    """Alone, and in the tangent of a rule of others."""
+    function, x = LINEAR[name]
+    dy = jnp.sin(jnp.arange(float(function(x).size))).reshape(function(x).shape)
+    expected = jax.vjp(function, x)[1](dy)
+    close(jax.linear_transpose(function, x)(dy), expected)
+    twice = jax.linear_transpose(jax.vmap(function), jnp.stack([x, x]))(jnp.stack([dy, -dy]))
+    close(twice, jax.tree.map(lambda t: jnp.stack([t, -t]), expected))
+
+    @jax.custom_jvp
+    def others(x):
+        return function(x)
+
+    others.defjvp(lambda primals, tangents: (function(*primals), function(*tangents) - function(0 * x)))
+    close(jax.vjp(jax.jit(others), x)[1](dy), expected)
+
+
+def test_what_is_not_linear_has_no_transpose():
+    for name, function, slots in (
+        ("gelu", ours.gelu, "x"),
+        ("matmul", lambda x: ours.matmul(x, x.T), "a and b"),
+        ("linear", lambda x: ours.linear(x, x, activation="relu"), "x and weight"),
+        ("layer_norm", lambda x: ours.layer_norm(x, 4), "x"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name} has no transpose: it is not linear in {slots}"):
+            jax.linear_transpose(function, _A)(function(_A))
+
+
 def test_a_program_of_a_tangent_alone():
     """Nothing but the tangent of a gradient is left of it, which JAX lowers without asking for devices."""
     a, b = jnp.ones((2, 3)), jnp.ones((3, 2))
