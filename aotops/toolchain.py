@@ -286,7 +286,7 @@ _FOR_SHELL = re.compile("/[^/]*[$'\"`\\\\,\udc80-\udcff]")
 takes a comma for the end of a path, and warns of each that is not UTF-8."""
 
 _FOR_LINKER = re.compile("/[^/]*[\\s&;()<>|*?#~]|" + _FOR_SHELL.pattern)
-"""The same of a path in a word that nvcc hands on (-Xlinker, -Xcompiler): it has no quotes there."""
+"""A path that nvcc takes for something else in a word that it hands on (-Xlinker, -Xcompiler): it writes no quotes."""
 
 
 def _with_option(command: Sequence[str]) -> Iterator[tuple[str, bool]]:

@@ -27,8 +27,12 @@ class LayerNorm(nn.LayerNorm):
     """``mindspore.nn.LayerNorm`` on the library's kernel: the same arguments, defaults, parameters and state."""
 
     def construct(self, input_x):
-        shape = input_x.shape[self.begin_norm_axis :]
-        if self.begin_norm_axis == self.begin_params_axis:
+        is_plain = self.begin_norm_axis == self.begin_params_axis
+        if is_plain and self.begin_norm_axis == -len(self.normalized_shape):  # of an input of unknown rank too
+            shape = tuple(self.normalized_shape)
+        else:
+            shape = input_x.shape[self.begin_norm_axis :]
+        if is_plain:
             gamma, beta = _beside(input_x, self.gamma), _beside(input_x, self.beta)
             return _ops.layer_norm(input_x, shape, gamma, beta, self.epsilon)
         gamma, beta = self.gamma.astype(input_x.dtype), self.beta.astype(input_x.dtype)

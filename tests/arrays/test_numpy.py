@@ -365,7 +365,7 @@ MEETING = [(0, 8), (8, 8), (8, 16), (-16, 16), (4, 64), (16, 28)]
     ("strides", "meet"), [*((each, False) for each in APART), *((each, True) for each in MEETING)], ids=str
 )
 def test_out_has_a_place_for_each_element(strides, meet):
-    """Of 3 x 2 float64, one of which would be lost."""
+    """Results are 3 x 2 float64, one of which would be lost."""
     memory = np.zeros(64)
     out = np.lib.stride_tricks.as_strided(memory[32:], (3, 2), strides)
     x = np.arange(6.0).reshape(3, 2)

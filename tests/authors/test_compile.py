@@ -524,7 +524,7 @@ def test_the_backends_error_is_the_compilers(package, tmp_path):
 
 
 def test_the_backend_says_which_setuptools_it_needs(tmp_path):
-    """Of Python 3.11 a new environment has an older one, of later versions none."""
+    """A new environment of Python 3.11 has an older one, and of later versions none."""
     (tmp_path / "setuptools").mkdir()
     (tmp_path / "setuptools" / "__init__.py").write_text("setup = None\n")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import aotops.build_backend"

@@ -161,6 +161,18 @@ def test_results_without_axes_of_dynamic_rows(mode):
         close(ms.grad(loss)(x, target), ms.grad(ops.cross_entropy)(x, target), 1e-4)
 
 
+@MODES
+def test_a_norm_of_inputs_of_unknown_rank(mode):
+    """As MindSpore's own: the axes are those of its parameters."""
+    ms.set_context(mode=mode)
+    own, theirs = ours.LayerNorm((6,)), nn.LayerNorm((6,), epsilon=ours.LayerNorm((6,)).epsilon)
+    for cell in (own, theirs):
+        cell.set_inputs(Tensor(shape=None, dtype=F32))
+    x, _, _ = tensors()
+    for given in (x, ops.stack((x, x + 1)), x[0]):
+        close(own(given), theirs(given))
+
+
 class Gradient(nn.Cell):
     def __init__(self, cell):
         super().__init__()
