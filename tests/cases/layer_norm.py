@@ -63,6 +63,7 @@ ROW = Row(
         _layer_norm((3, 8192), (8192,)),
         _layer_norm((2, 40000), 40000),
         _layer_norm((1500, 24), 24),
+        _layer_norm((37, 70), 70),
         _layer_norm((2500, 3), 3, bias=False, eps=0.1),
         # parameters that are wider, with a line for each head
         _layer_norm((4, 6), 6, wide=("weight", "bias")),

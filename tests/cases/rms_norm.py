@@ -61,6 +61,7 @@ ROW = Row(
         _rms_norm((3, 8192), (8192,)),
         _rms_norm((2, 40000), 40000),
         _rms_norm((1500, 24), 24),
+        _rms_norm((37, 70), 70),
         _rms_norm((2500, 3), 3, weight=False, eps=0.1),
         # a weight that is wider, with a line for each head
         _rms_norm((4, 6), 6, wide=("weight",)),

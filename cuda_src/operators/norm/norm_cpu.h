@@ -7,6 +7,7 @@
 #include "cpu/entry.h"
 #include "cpu/rows.h"
 #include "norm.h"
+#include "short_rows_cpu.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -88,6 +89,12 @@ struct Affine {
   Vec<W> shift(int64_t j, P part) const {
     return bias ? load(bias + j, part) : Vec<W>{};
   }
+  void widen_scale(int64_t n, ShortParameter<Accumulate<W>> *to) const {
+    to->fill(n, [=](int64_t j, auto part) { return scale(j, part); });
+  }
+  void widen_shift(int64_t n, ShortParameter<Accumulate<W>> *to) const {
+    to->fill(n, [=](int64_t j, auto part) { return bias ? load(bias + j, part) : -Vec<W>{}; });
+  }
 };
 
 // --------------------------------------------------------------------------------------------------- loops, forward
@@ -105,7 +112,9 @@ struct Forward {
   bool stream;
 
   void rows(int64_t begin, int64_t end) const {
-    constexpr int kStats = kCentred ? 2 : 1;
+    // where the sums are stored by the only pass of the statistics, one more would cost more than it saves
+    constexpr int64_t kMost = kAdd && !kCentred && sizeof(T) > 2 ? kShortRow / 4 : kShortRow;
+    if (n <= kMost && affine.lines == 1) return short_rows(begin, end);
     for (int64_t i = begin; i < end; ++i) {
       const Row<T, R, kAdd> row = x + i * n, next = i + 1 < end ? row + n : row;
       const int64_t line = affine.lines == 1 ? 0 : i % affine.lines;
@@ -126,14 +135,40 @@ struct Forward {
         m = moments(row, row);
         write(row, affine.line(line * n), y + i * n, kAdd ? h + i * n : nullptr, m);
       }
-      if (!stats) continue;
-      if (kCentred) stats[kStats * i] = m.mean + m.mean_error;
-      stats[kStats * i + kStats - 1] = m.rstd;
+      write_stats(i, m.mean + m.mean_error, m.rstd);
     }
     if (stream) end_stream();
   }
 
  private:
+  void write_stats(int64_t i, A mean, A rstd) const {
+    constexpr int kStats = kCentred ? 2 : 1;
+    if (!stats) return;
+    if (kCentred) stats[kStats * i] = mean;
+    stats[kStats * i + kStats - 1] = rstd;
+  }
+
+  void short_rows(int64_t begin, int64_t end) const {
+    ShortParameter<A> scale, shift;
+    ShortMoments<A> m;
+    affine.widen_scale(n, &scale), affine.widen_shift(n, &shift);
+    for (int64_t i = begin; i < end; i += kGroup<T>) {
+      const int64_t rows = end - i < kGroup<T> ? end - i : kGroup<T>;
+      const R *from;
+      if constexpr (kAdd) {
+        const Row<T, R, kAdd> row = x + i * n;
+        sweep<T>(rows * n, [=, to = h + i * n](int64_t j, auto part) { store(to + j, row(j, part), part); });
+        from = h + i * n;
+      } else {
+        from = x.x + i * n;
+      }
+      short_moments<kCentred>(from, rows, n, n, eps, &m);
+      short_forward<kCentred>(from, y + i * n, rows, n, m, scale, shift, stream);
+      for (int64_t r = 0; r < rows; ++r) write_stats(i + r, m.mean[r] + m.mean_error[r], m.rstd[r]);
+    }
+    if (stream) end_stream();
+  }
+
   // h: null if it is stored already.
   template <class X>
   void write(X row, Affine<W> affine, T *y, R *h, Moments<A> m) const {
@@ -173,6 +208,9 @@ struct Backward {
 
   // dx of rows begin to end of each line. Adds the rows' terms to dweight and dbias, (lines, n), unless they are null.
   void chunk(int64_t begin, int64_t end, A *dweight, A *dbias) const {
+    // longer rows of three inputs leave the first-level cache between the passes, of which there are few
+    constexpr int64_t kMost = kAdd && !kCentred && sizeof(T) > 2 ? kShortRow / 2 : kShortRow;
+    if (n <= kMost) return short_rows(begin, end, dweight, dbias);
     int64_t i = begin;
     for (; i + kRows <= end; i += kRows) lines<kRows>(i, end, dweight, dbias);
     for (; i < end; ++i) lines<1>(i, end, dweight, dbias);
@@ -188,6 +226,36 @@ struct Backward {
       rows<K>(i * affine.lines + line, next, affine.line(at), dweight ? dweight + at : nullptr,
               dbias ? dbias + at : nullptr);
     }
+  }
+
+  void short_rows(int64_t begin, int64_t end, A *dweight, A *dbias) const {
+    const int64_t step = affine.lines * n;
+    ShortParameter<A> scale, unused;
+    ShortMoments<A> m;
+    A mean_g[kGroup<T>], mean_gx[kGroup<T>];
+    if (!dweight || !dbias) unused.fill(n, [](int64_t, auto) { return Vec<A>{}; });
+    for (int64_t begin_of_group = begin; begin_of_group < end; begin_of_group += kGroup<T>)
+      for (int64_t line = 0; line < affine.lines; ++line) {
+        const int64_t left = end - begin_of_group, rows = left < kGroup<T> ? left : kGroup<T>;
+        const int64_t first = begin_of_group * affine.lines + line, at = first * n;
+        if (affine.lines > 1 || begin_of_group == begin) affine.line(line * n).widen_scale(n, &scale);
+        if (stats) {
+          for (int64_t r = 0; r < rows; ++r) {
+            const A *const of_row = stats + kStats * (first + r * affine.lines);
+            m.mean[r] = kCentred ? of_row[0] : A(0), m.rstd[r] = of_row[kStats - 1];
+          }
+        } else {
+          short_moments<kCentred>(x + at, rows, step, n, eps, &m);
+          for (int64_t r = 0; r < rows; ++r) m.mean[r] += m.mean_error[r];
+        }
+        short_sums<kCentred>(dy + at, x + at, rows, step, n, m, scale, dweight ? dweight + line * n : unused.data,
+                             dbias ? dbias + line * n : unused.data, mean_g, mean_gx);
+        if (dx || dresidual)
+          short_dx<kCentred, kAdd>(dy + at, x + at, kAdd && dh ? dh + at : nullptr, dx ? dx + at : nullptr,
+                                   kAdd && dresidual ? dresidual + at : nullptr, rows, step, n, m, scale, mean_g,
+                                   mean_gx, stream);
+      }
+    if (stream) end_stream();
   }
 
   Moments<A> moments(int64_t i) const {
