@@ -1,6 +1,7 @@
 #include "softmax.h"
 
 #include "cpu/entry.h"
+#include "cpu/lanes.h"
 #include "cpu/rows.h"
 #include "cpu/softmax.h"
 
@@ -26,9 +27,79 @@ void softmax_row(const T *x, const T *next, T *y, A *buffer, int64_t n, bool str
   }
 }
 
+// The most elements of a short row: as many of these at once as a vector has lanes have their maxima and sums computed.
+template <typename T>
+constexpr int64_t kShortRow = 4 * kLanes<T>;
+
+template <typename T, typename A = Accumulate<T>>
+[[gnu::noinline]] void short_softmax(const T *x, T *y, int64_t rows, int64_t n) {
+  A exponentials[kLanes<T> * kShortRow<T>];
+  Vec<T> of_row[kLanes<T>];
+  const Vec<T> lowest = Vec<T>{} - static_cast<A>(__builtin_inf());
+  for (int64_t r = rows; r < kLanes<T>; ++r) of_row[r] = Vec<T>{};
+  each_4_rows<T>(rows, [&](int64_t r, auto k) AOT_INLINED {
+    Vec<T> top[k];
+    for (int i = 0; i < k; ++i) top[i] = lowest;
+    sweep_short<T>(n, [&](int64_t j, auto part) AOT_INLINED {
+      for (int i = 0; i < k; ++i) {
+        Vec<T> v = load(x + (r + i) * n + j, part);
+        if constexpr (std::is_same_v<decltype(part), Part>) v += keep<T>(lowest, part) == 0 ? lowest : Vec<T>{};
+        top[i] = v > top[i] ? v : top[i];
+      }
+    });
+    for (int i = 0; i < k; ++i) of_row[r + i] = top[i];
+  });
+  const Vec<T> max = maxima<T>(of_row);
+  each_4_rows<T>(rows, [&](int64_t r, auto k) AOT_INLINED {
+    Vec<T> total[k] = {};
+    sweep_short<T>(n, [&](int64_t j, auto part) AOT_INLINED {
+      for (int i = 0; i < k; ++i) {
+        const int64_t at = (r + i) * n + j;
+        const Vec<T> e = keep<T>(exp_in_units<T>(load(x + at, part) - max[r + i]), part);
+        total[i] += e;
+        store(exponentials + at, e, part);
+      }
+    });
+    for (int i = 0; i < k; ++i) of_row[r + i] = total[i];
+  });
+  const Vec<T> scale = 1 / sums<T>(of_row);
+  for (int64_t r = 0; r < rows; ++r)
+    sweep_short<T>(n, [&, scale = scale[r]](int64_t j, auto part)
+                          AOT_INLINED { store(y + r * n + j, load(exponentials + r * n + j, part) * scale, part); });
+}
+
+template <typename T>
+[[gnu::noinline]] void short_softmax_backward(const T *dy, const T *y, T *dx, int64_t rows, int64_t n) {
+  Vec<T> of_row[kLanes<T>];
+  for (int64_t r = rows; r < kLanes<T>; ++r) of_row[r] = Vec<T>{};
+  each_4_rows<T>(rows, [&](int64_t r, auto k) AOT_INLINED {
+    Vec<T> total[k] = {};
+    sweep_short<T>(n, [&](int64_t j, auto part) AOT_INLINED {
+      for (int i = 0; i < k; ++i) total[i] += load(dy + (r + i) * n + j, part) * load(y + (r + i) * n + j, part);
+    });
+    for (int i = 0; i < k; ++i) of_row[r + i] = total[i];
+  });
+  const Vec<T> all = sums<T>(of_row);
+  for (int64_t r = 0; r < rows; ++r)
+    sweep_short<T>(n, [&, c = all[r]](int64_t j, auto part) AOT_INLINED {
+      const int64_t at = r * n + j;
+      store(dx + at, load(y + at, part) * (load(dy + at, part) - c), part);
+    });
+}
+
+// f(i, rows) for groups of short rows.
+template <typename T, class F>
+void each_group(int64_t rows, int64_t n, F f) {
+  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += kLanes<T>) f(i, end - i < kLanes<T> ? end - i : kLanes<T>);
+  });
+}
+
 template <typename T, typename A = Accumulate<T>>
 void softmax_loop(const T *x, T *y, int64_t rows, int64_t n) {
   const bool stream = worth_streaming(rows * n * sizeof(T));
+  if (n <= kShortRow<T> && !stream)
+    return each_group<T>(rows, n, [=](int64_t i, int64_t rows) { short_softmax(x + i * n, y + i * n, rows, n); });
   parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
     A *buffer = row_buffer<T>(n);
     for (int64_t i = begin; i < end; ++i) {
@@ -55,6 +126,9 @@ void softmax_backward_row(const T *dy, const T *y, T *dx, int64_t next, int64_t 
 template <typename T>
 void softmax_backward_loop(const T *dy, const T *y, T *dx, int64_t rows, int64_t n) {
   const bool stream = worth_streaming(rows * n * sizeof(T));
+  if (n <= kShortRow<T> && !stream)
+    return each_group<T>(
+        rows, n, [=](int64_t i, int64_t rows) { short_softmax_backward(dy + i * n, y + i * n, dx + i * n, rows, n); });
   parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       softmax_backward_row(dy + i * n, y + i * n, dx + i * n, i + 1 < end ? n : 0, n, stream);

@@ -49,6 +49,7 @@ ROW = Row(
         _softmax((3, 8192)),
         _softmax((2, 40000)),
         _softmax((1500, 24)),
+        _softmax((37, 20)),
     ),
     draw=_draw,
     bad=(
