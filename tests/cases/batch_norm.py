@@ -81,6 +81,7 @@ CASES = (
     {"x": (3, 5), "wide": ("weight", "bias")},
     # one for each path of a kernel
     {"x": (700, 33), "axis": -1},
+    {"x": (300, 3), "axis": -1},
     {"x": (600, 64), "axis": -1},
     {"x": (3, 7, 5, 5)},
     {"x": (2, 3, 40, 48)},

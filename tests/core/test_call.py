@@ -80,6 +80,17 @@ PRODUCTS = """
         show("conv2d", frontend.conv2d(*inputs), *frontend.conv2d_backward(array(2, 8, 18, rows - 2), *inputs))
 """
 
+SHORT_ROWS = """
+    x, dy, w = array(4001, 24), array(4001, 24), array(24)
+    show("layer_norm", frontend.layer_norm(x, 24, w, w), *frontend.layer_norm_backward(dy, x, 24, w, w))
+    y = frontend.softmax(x)
+    show("softmax", y, frontend.softmax_backward(dy, y))
+    for shape, axis in (((30001, 3), -1), ((901, 3, 49), 1)):
+        x, dy = array(*shape), array(*shape)
+        y, mean, var = frontend.batch_norm(x, axis=axis)
+        show("batch_norm", y, *frontend.batch_norm_backward((dy, mean, var), x, axis=axis)[:1])
+"""
+
 TORCH = (
     RESULTS.format(frontend="torch")
     + """
@@ -185,7 +196,7 @@ np.savez(sys.stdout.buffer, *results)
 
 
 def test_the_number_of_threads_changes_nothing(python):
-    results = {n: python(NUMPY + PRODUCTS, OMP_NUM_THREADS=str(n)) for n in (1, 2, 5)}
+    results = {n: python(NUMPY + PRODUCTS + SHORT_ROWS, OMP_NUM_THREADS=str(n)) for n in (1, 2, 5)}
     assert results[1] == results[2] == results[5]
 
 
