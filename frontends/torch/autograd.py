@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from aotops import formula
 from aotops.op import Op
@@ -70,7 +69,7 @@ def autograd_kernel(op: Op, forward: Op, dispatched: Any) -> Callable[..., Any]:
         return None, None, None, *found
 
     def tangents(ctx, _, __, ___, *tangents):
-        primals = [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]
+        primals = [t if t is None else private.unpack_dual(t).primal for t in ctx.saved_tensors]
         with other_levels():
             found = tangents_of_product(op, forward, ctx.attrs, ctx.wanted, primals, tangents)
         zeros = next(t for t in primals if t is not None).new_zeros

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from . import private
 from .private import LEVEL, NO_LEVEL, DispatchKey, DispatchKeySet
@@ -39,7 +38,7 @@ def _facts() -> GateFacts | None:
     autocast_keys = _union("AutocastCPU") | _union("AutocastCUDA")
     if _local_keys(torch.no_grad) != (0, 0) or autocast != (0, _union("AutocastCPU")) or inference == (0, 0):
         return None
-    level = forward_ad.__dict__
+    level = private.level_facts
     plain = (_plain_keys(device, made) for device in ("CPU", "CUDA") for made in (False, True))
     return GateFacts(
         tensor_keys=(ctypes.c_uint64 * 4)(*plain),

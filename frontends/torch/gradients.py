@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from aotops import formula
 from aotops.op import Attr, Op
@@ -101,7 +100,7 @@ def composed(
     values = formula.compose(Mathematics(namespaces[op.library], narrow), op, attrs, inputs)
     found = {y: value.to(DTYPES[specs[y].dtype]) for y, value in zip(op.composed, values, strict=True)}
     if op.residuals:
-        constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
+        constants = [t if t is None else private.unpack_dual(t).primal.detach() for t in inputs]
         results = results_of(dispatched[op](*constants, *attrs, *mask(op, wanted)))
         found = dict(zip(op.results, results, strict=True)) | found
     return [found[y] for y in op.results]
@@ -158,8 +157,22 @@ def _gradients_of_formula(
         found = dict(zip(op.results, results, strict=True))
         return tuple(found[y] for y in given)
 
-    _, gradient = torch.func.vjp(of_wanted, *(named[slot] for slot in wanted))
-    return dict(zip(wanted, gradient(tuple(given.values())), strict=True))
+    at, along = [named[slot] for slot in wanted], tuple(given.values())
+    if overwrite.packs():  # torch.func refuses hooks of saved tensors
+        return dict(zip(wanted, _gradients_of_graph(of_wanted, at, along), strict=True))
+    _, gradient = torch.func.vjp(of_wanted, *at)
+    return dict(zip(wanted, gradient(along), strict=True))
+
+
+def _gradients_of_graph(function: Any, at: Tensors, along: Tensors) -> tuple[Tensor, ...]:
+    """As ``torch.func.vjp``, of a graph that is recorded here, with the hooks of its saved tensors."""
+    is_recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        views = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in at]
+        pairs = [(y, dy) for y, dy in zip(function(*views), along, strict=True) if y.requires_grad]
+    results, gradients = zip(*pairs, strict=True) if pairs else ((), ())
+    options = {"create_graph": is_recorded, "allow_unused": True, "materialize_grads": True}
+    return torch.autograd.grad(results, views, gradients, **options)
 
 
 def all_tensors(inputs: Tensors) -> bool:
@@ -186,4 +199,4 @@ def other_levels():
 def has_tangents(inputs: Tensors) -> bool:
     if private.forward_level() < 0:
         return False
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
+    return any(t is not None and private.unpack_dual(t).tangent is not None for t in inputs)

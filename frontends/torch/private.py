@@ -69,11 +69,46 @@ records_tangents = _required("autograd.forward_ad._set_fwd_grad_enabled")
 LEVEL, NO_LEVEL = "_current_level", -1
 """The variable of ``torch.autograd.forward_ad`` that is the level of forward mode, and its value outside."""
 _required(f"autograd.forward_ad.{LEVEL}")
+level_facts = vars(forward_ad)
+"""Where LEVEL is found."""
 
 
 def forward_level() -> int:
-    return getattr(forward_ad, LEVEL)
+    return level_facts[LEVEL]
 
+
+def unpack_dual(t: Tensor) -> Any:
+    """The primal and the tangent, or None, of the level that is open."""
+    return forward_ad.unpack_dual(t, level=forward_level())
+
+
+def _count_levels() -> None:
+    """A graph of Dynamo's, as it is traced, run or exported, enters a level without that variable. Where torch's entry
+    can be seen, levels are counted here."""
+    global level_facts
+    try:
+        from torch._functorch import predispatch
+
+        enter, leave = predispatch._enter_dual_level_impl, predispatch._exit_dual_level_impl
+    except (AttributeError, ImportError):
+        LACKS["torch._functorch.predispatch._enter_dual_level_impl"] = "what is compiled loses tangents"
+        return
+    level_facts = {LEVEL: level_facts[LEVEL]}
+
+    @functools.wraps(enter)
+    def enter_and_count() -> int:
+        level_facts[LEVEL] = enter()
+        return level_facts[LEVEL]
+
+    @functools.wraps(leave)
+    def leave_and_count(*, level: int) -> None:
+        leave(level=level)
+        level_facts[LEVEL] = level - 1
+
+    predispatch._enter_dual_level_impl, predispatch._exit_dual_level_impl = enter_and_count, leave_and_count
+
+
+_count_levels()
 
 # ---------------------------------------------------------------------------------------------------------- plain calls
 

@@ -725,6 +725,34 @@ def _(f, args):
     return compiled(lambda *a: torch.vmap(f)(*a))(*stacked(args, 0))
 
 
+@context("compile of func.jvp")
+def _(f, args):
+    """A result beside which another has a tangent, too."""
+    function, given = of_floating(f, args)
+    along = tuple(map(weighted, given))
+    return compiled(lambda *a: torch.func.jvp(lambda *b: (function(*b), b[0] * 2), a, along))(*given)
+
+
+@context("compile of func.hessian", only=("gelu", "softmax", "linear_gelu", "cross_entropy"))
+def _(f, args):
+    function, given = of_floating(lambda *a: total(f(*a)), args)
+    return compiled(torch.func.hessian(function, tuple(range(len(given)))))(*given)
+
+
+for _backend in ("eager", "aot_eager"):
+
+    def _dual_inside(f, args, backend=_backend):
+        def inside(*given):
+            with forward_ad.dual_level():
+                duals = [forward_ad.make_dual(t, t * 2) if t.is_floating_point() else t for t in given]
+                y = [t + t.new_ones(()) * total(duals[:1]) for t in results(f(*duals))]
+                return [tuple(forward_ad.unpack_dual(t)) for t in y]
+
+        return compiled(inside, backend)(*args)
+
+    context(f"compile of a dual level, {_backend}", only=(*FEW, "add", "rms_norm"))(_dual_inside)
+
+
 @context("compile of create_graph", refused=True, only=FEW)
 def _(f, args):
     torch._dynamo.reset()
@@ -1366,6 +1394,12 @@ def _(f, args):
     with torch.autograd.graph.saved_tensors_hooks(pack, Tensor.clone):
         y = f(*given)
     return y, bool(packed), torch.autograd.grad(total(y), [given[i] for i in floating(given)])
+
+
+@context("gradient penalty, among hooks of saved tensors")
+def _(f, args):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda packed: packed[0]):
+        return penalty(f, args)
 
 
 @context("save_on_cpu")

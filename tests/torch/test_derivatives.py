@@ -10,6 +10,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck  # noqa: E402
 
 from aotops import formula  # noqa: E402
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch import private  # noqa: E402
 from aotops.frontends.torch.mathematics import Mathematics  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
@@ -208,6 +209,21 @@ def test_dtypes_of_derivatives(dtype):
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.5 if dtype != torch.float32 else 1e-4)
+
+
+def test_a_level_that_a_graph_enters_is_known():
+    def function(x):
+        return ours.softmax(x, -1) * ours.gelu(x) + x
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    step = 1e-6
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.func.jvp(function, (x,), (x.cos(),)), backend="eager", fullgraph=True)
+    y, tangent = compiled(x)
+    torch.testing.assert_close(y, function(x))
+    difference = (function(x + step * x.cos()) - function(x - step * x.cos())) / (2 * step)
+    torch.testing.assert_close(tangent, difference, rtol=1e-7, atol=1e-7)
+    assert private.forward_level() == private.NO_LEVEL
 
 
 def test_logits_that_changed_are_refused_in_a_second_order():
