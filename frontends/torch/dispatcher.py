@@ -52,7 +52,6 @@ def register(ops: Iterable[Op]) -> None:
     pairs = list(dict(pairs).items())  # the backward of several operators once
     for one, forward in pairs:
         dispatched[one] = _register_one(_namespace(one.library), one, forward)
-    cached.see(one for one, _ in pairs)
     told = [inductor.Operator(one, f, dispatched[one], _register_overwriting(one, f)) for one, f in pairs]
     inductor.register(told, composed)
     triples = [(one, forward, dispatched[one]) for one, forward in pairs]

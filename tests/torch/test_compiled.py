@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
 from aotops.frontends.torch import cached, compiled, registered, tensors  # noqa: E402
-from aotops.hosting import Foreign  # noqa: E402
 from aotops.library import LibraryError  # noqa: E402
-from aotops.op import Rule  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not tensors.READS_TENSORS, reason="before torch 2.10 they are the dispatcher's")
 BY_NAME = {op.name: op for op in registered.in_c if op.library.name == "aotops"}
@@ -398,34 +393,3 @@ def test_the_key_of_cached_code_has_all_sources():
     assert {"signs.py", "cached.py", "imports.py", "torch_schema.py", "op.py", "softmax.py"} <= {
         file.name for file in cached._sources()
     }
-
-
-def test_the_key_of_cached_code_has_the_files_of_all_functions(tmp_path):
-    """As they were when they were seen first."""
-
-    def function(name):
-        file, scope = tmp_path / f"{name}.py", {}
-        file.write_text("def function(): pass")
-        exec(compile(file.read_text(), file, "exec"), scope)
-        return scope["function"]
-
-    def wrapped(inner):
-        return functools.partial(lambda: inner())
-
-    op = replace(
-        BY_NAME["linear"],
-        library=None,
-        rule=Rule(function("rule"), ()),
-        shapes={"y": function("shapes")},
-        keeps=wrapped(function("keeps")),
-        product=replace(BY_NAME["linear"].product, fused=function("fused")),
-        foreign=Foreign({}, function("infer")),
-    )
-    files = cached._definitions(op)
-    names = ("rule", "shapes", "keeps", "fused", "infer")
-    assert files == {Path(__file__), *(tmp_path / f"{name}.py" for name in names)}
-    before = cached._hash(files)
-    (tmp_path / "rule.py").write_text("edited")
-    assert cached._hash(files) == before
-    cached._digest.cache_clear()
-    assert cached._hash(files) != before
