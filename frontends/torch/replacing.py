@@ -211,8 +211,10 @@ def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]
     if found is None:
         return None, ""
     form, names = found
-    refused = refusal(module, form, names)
     kind = operator_of(form)
+    if any(map(nn.parameter.is_lazy, module.parameters())):  # torch gives it another class then
+        return None, _about(kind, "its parameters are made at its first call: replace it after that")
+    refused = refusal(module, form, names)
     if refused is None or refused:
         return None, _about(kind, refused or "")
     reason = _own_ways(module, form.methods) or _unselected(kind, kinds)

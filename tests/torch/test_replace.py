@@ -717,6 +717,19 @@ def test_what_is_left_and_why():
     assert "in a way of its own" in reasons(Counted(4))["Counted"]
 
 
+def test_lazy_modules_are_left_until_their_first_call():
+    model = nn.Sequential(nn.LazyLinear(8), nn.GELU(), nn.LazyConv2d(2, 3))
+    reasons = {row.name: row.reason for row in ours.replace(model)}
+    assert reasons.keys() == {"0", "1", "2"}
+    for name in ("0", "2"):
+        assert reasons[name] == "its parameters are made at its first call: replace it after that"
+    x = torch.randn(2, 3, 5, 5)
+    y = model(x)
+    assert [type(module) for module in model][::2] == [nn.Linear, nn.Conv2d]
+    ours.restore(model)
+    torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+
+
 def test_arguments():
     with pytest.raises(TypeError, match=r"replace: model has type list, expected torch\.nn\.Module"):
         ours.replace([])
