@@ -242,13 +242,12 @@ class _BatchNorm:
         nothing was done, because torch's operators do not write to them; torch's batch norm may."""
         running_mean, running_var = self.running_mean, self.running_var  # type: ignore[attr-defined]
         batches, momentum = self.num_batches_tracked, self.momentum  # type: ignore[attr-defined]
-        if running_mean is not None and running.update(
-            mean, var, (running_mean, running_var, batches), momentum, terms
-        ):
+        statistics = running_mean, running_var, batches
+        if running_mean is not None and running.update(mean, var, statistics, momentum, terms):
             return True
         if running_mean is not None:
             running.refuse_shared(running_mean=running_mean, running_var=running_var)
-            if not running.may_write(running_mean, running_var):
+            if not running.may_write(statistics):
                 return False
             if not running_mean.numel() == running_var.numel() == mean.numel():
                 raise ValueError(f"batch_norm: x has {mean.numel()} channels, expected {running_mean.numel()}")

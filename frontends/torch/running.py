@@ -14,33 +14,31 @@ from .tensors import READS_TENSORS, is_compiling, is_plain
 _update = builtin("running", "aot_torch_running", struct_capsule(ctypes.c_int())) if READS_TENSORS else None
 
 
-def update(mean: Tensor, var: Tensor, running: tuple[Tensor, Tensor, Tensor], share: float, terms: int) -> bool:
+Running = tuple[Tensor, Tensor, Tensor | None]
+"""running_mean, running_var and num_batches_tracked."""
+
+
+def update(mean: Tensor, var: Tensor, running: Running, share: float, terms: int) -> bool:
     """Moves running_mean and running_var, in place, by their share towards mean and the unbiased var of so many terms,
     and adds 1 to num_batches_tracked. False: nothing was done, because the tensors are not plain ones of the dtypes
     that the library takes, or torch refuses to write to them."""
-    if is_compiling() or is_plain is None or _update is None or not is_plain(mean, var, *running):
+    if is_compiling() or is_plain is None or _update is None or running[2] is None or not may_write(running):
         return False
-    one, other, count = running
-    if count is None or one.requires_grad or other.requires_grad:
+    if not is_plain(mean, var, *running) or not _update(mean, var, *running, share, terms):
         return False
-    if (
-        one.is_inference()
-        or other.is_inference()
-        or count.is_inference()
-        or not _update(mean, var, one, other, count, share, terms)
-    ):
-        return False
-    torch.autograd.graph.increment_version(running)
+    torch.autograd.graph.increment_version([t for t in running if t is not None and not t.is_inference()])
     return True
 
 
-def may_write(*running: Tensor) -> bool:
+def may_write(running: Running) -> bool:
     """Whether torch's elementwise operators write to them: not to a leaf that requires a gradient, to integers, or to
     what was made in inference mode, outside of it."""
     if is_compiling():
         return True
-    may_infer = torch.is_inference_mode_enabled()
-    return all(t.is_floating_point() and not t.requires_grad and (may_infer or not t.is_inference()) for t in running)
+    given = [t for t in running if t is not None]
+    if not all(t.is_floating_point() for t in given[:2]) or any(t.requires_grad for t in given):
+        return False
+    return torch.is_inference_mode_enabled() or not any(t.is_inference() for t in given)
 
 
 def refuse_shared(**statistics: Tensor) -> None:
