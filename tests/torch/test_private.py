@@ -69,6 +69,24 @@ print(private.LACKS)
     assert "torch._C._FunctionBase" in python(program)
 
 
+def test_a_level_of_forward_mode_is_seen_at_another_entry(python):
+    """Of a torch whose eager calls do not enter it where its compiled graphs do."""
+    program = """
+import torch
+from torch.autograd import forward_ad
+def enter_dual_level():
+    forward_ad._current_level = torch._C._enter_dual_level()
+    return forward_ad._current_level
+forward_ad.enter_dual_level = enter_dual_level
+from aotops.frontends import torch as F
+x = torch.randn(3)
+with forward_ad.dual_level():
+    y = F.gelu(forward_ad.make_dual(x, torch.ones(3)))
+    print(forward_ad.unpack_dual(y).tangent is not None)
+"""
+    assert python(program).strip() == "True"
+
+
 @pytest.mark.parametrize(
     ("module", "name"), [(private.JOINT_GRAPH, private.FIRST_PASS), (private.CODE_CACHE, private.KEY_DETAILS)]
 )
