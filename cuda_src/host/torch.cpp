@@ -645,6 +645,13 @@ void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
   return sort_arguments(p, given, count, names, arguments) ? run_arguments(p, arguments) : nullptr;
 }
 
+// Python's call of the function, on arguments as run_arguments takes them.
+void *run_fallback(const Public &p, void *const *arguments) {
+  void *given[2 * kMaxSlots];
+  for (int i = 0; i < p.n_parameters; ++i) given[i] = arguments[p.position[i]];
+  return PyObject_VectorcallDict(p.fallback, given, p.n_parameters, nullptr);
+}
+
 // The size of a tensor's last axis as Python's int. Null: Python's error is set.
 void *last_size(Module &m, const DLTensor &x) {
   const int64_t size = x.shape[x.ndim - 1];
@@ -711,6 +718,7 @@ bool module_arguments(Module &m, void *self, void *given, void *second, void **a
         break;
       case 'r':
         argument = second && is_like(x, second) ? second : nullptr;
+        second = nullptr;
         break;
       case 'n':
         argument = last_size(m, x);
@@ -727,7 +735,7 @@ bool module_arguments(Module &m, void *self, void *given, void *second, void **a
     if (!argument) return PyErr_Clear(), false;
     Py_IncRef(argument), kept.keep(argument);
   }
-  return true;
+  return !second;  // no argument is the second: the original refuses it
 }
 
 bool is_in_training(void *module) {
@@ -741,6 +749,7 @@ bool is_in_training(void *module) {
 // torch records four nodes: such a product is served where the nodes may take the host longer than it takes the GPU.
 bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
   static void *const weight_name = PyUnicode_InternFromString("weight");
+  static void *const requires_grad = PyUnicode_InternFromString("requires_grad");
   if (x.device_type != m.product_device || x.ndim < 1) return true;
   DLTensor w;
   Ref own = PyObject_GenericGetDict(self, nullptr);
@@ -749,9 +758,11 @@ bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
   if (!weight || !is_plain(weight)) return false;
   if (torch.exchange->read(weight, &w)) return PyErr_Clear(), false;
   const Layout layout(w);
-  if (w.ndim != 2) return true;
+  if (w.ndim != 2 || x.shape[x.ndim - 1] != w.shape[1]) return true;
   if (w.shape[0] % 8 || w.shape[1] % 8) return layout.size < m.uneven_weight;
   const Layout rows(x);
+  // of a frozen weight torch saves no x for a backward
+  if (is_true(PyObject_GetAttr(weight, requires_grad)) != 1) return PyErr_Clear(), true;
   return !layout.contiguous || !rows.contiguous || !is_large_enough(m, x) || !gate.plain_thread(false) ||
          rows.size > m.most_work / std::max<int64_t>(w.shape[0], 1) || !is_in_training(self);
 }
@@ -778,6 +789,9 @@ void *run_module(Module &m, void *self, void *given, void *second) {
   void *arguments[2 * kMaxSlots];
   Refs kept;
   if (module_arguments(m, self, given, second, arguments, kept)) {
+    // what is recorded is what runs otherwise: a checkpoint may compute a forward again with a profiler on
+    if (gate.records_calls() && is_plain_call(true, arguments, m.function->n_inputs))
+      return run_fallback(*m.function, arguments);
     if (void *result = run_arguments(*m.function, arguments)) return result;
     if (!must_fall_back()) return nullptr;
   }

@@ -18,43 +18,47 @@ from .bytecode import Form, Names
 from .known_modules import ORIGINAL, form_of, plain_method
 from .replaced_calls import Call, call_of_sum
 from .replaced_children import child, is_bare
+from .tensors import READS_TENSORS, is_known
 
 NORMS = ("layer_norm", "rms_norm")
 Activated = Callable[..., Tensor | None]
 _CALLS: dict[type, Call | None] = {}
 
 
-def note(norm: type, original: type, kinds: tuple[str, ...]) -> None:
+def note(norm: type[nn.Module], original: type, kinds: tuple[str, ...]) -> None:
     """Keeps the call of a replaced norm with a sum before it, by the norm's class."""
-    _CALLS[norm] = call_of_sum(norm, *form_of(original)) if kinds[0] in NORMS else None  # type: ignore[misc]
+    ways: Any = norm.__call__, norm._call_impl
+    is_modules = ways == (nn.Module.__call__, nn.Module._call_impl)
+    _CALLS[norm] = call_of_sum(norm, *form_of(original)) if is_modules and kinds[0] in NORMS else None  # type: ignore[misc]
 
 
-def _norm_of_sum(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of the sum, and the sum."""
+def _norm_of_sum(norm: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of the sum, and the sum. The order is the original's: the first decides the sum's strides."""
     call = _CALLS.get(type(norm))
     if call is not None and is_bare(norm):
-        both = call.run(norm, x, residual)
+        both = call.run(norm, a, b)
         if both is not None:
             return both
-    h = residual + x
+    h = a + b
     return norm(h), h
 
 
-def _post_norm(names: Names, self: Any, hidden_states, input_tensor):
+def _post_norm(names: Names, self: Any, /, hidden_states, input_tensor):
     x = child(self, names["DROPOUT"])(child(self, names["PRODUCT"])(hidden_states))
     return _norm_of_sum(child(self, names["NORM"]), x, input_tensor)[0]
 
 
-def _encoder(names: Names, self: Any, hidden_states, attention_mask, **kwargs):
+def _encoder(names: Names, self: Any, /, hidden_states, attention_mask, **kwargs):
     x = child(self, names["FIRST"])(hidden_states)
     x, _ = child(self, names["ATTENTION"])(hidden_states=x, attention_mask=attention_mask, **kwargs)
-    x, h = _norm_of_sum(child(self, names["NORM"]), x, hidden_states)
+    x, h = _norm_of_sum(child(self, names["NORM"]), hidden_states, x)
     return h + child(self, names["MLP"])(x)
 
 
 def _decoder(
     names: Names,
     self: Any,
+    /,
     hidden_states,
     attention_mask=None,
     position_ids=None,
@@ -76,7 +80,7 @@ def _decoder(
     )
 
 
-def _image(names: Names, self: Any, hidden_states, attention_mask=None, **kwargs):
+def _image(names: Names, self: Any, /, hidden_states, attention_mask=None, **kwargs):
     x = child(self, names["FIRST"])(hidden_states)
     x, _ = child(self, names["ATTENTION"])(x, attention_mask, **kwargs)
     x = child(self, names["DROPOUT"])(x)
@@ -84,12 +88,12 @@ def _image(names: Names, self: Any, hidden_states, attention_mask=None, **kwargs
     return child(self, names["DROPOUT"])(child(self, names["MLP"])(x)) + h
 
 
-def _modern(names: Names, self: Any, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
+def _modern(names: Names, self: Any, /, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
     x = child(self, names["FIRST"])(hidden_states)
     x, _ = child(self, names["ATTENTION"])(
         x, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs
     )
-    x, h = _norm_of_sum(child(self, names["NORM"]), x, hidden_states)
+    x, h = _norm_of_sum(child(self, names["NORM"]), hidden_states, x)
     return h + child(self, names["MLP"])(x)
 
 
@@ -97,6 +101,7 @@ def _cross(
     names: Names,
     activated: Activated,
     self: Any,
+    /,
     hidden_states,
     attention_mask=None,
     encoder_hidden_states=None,
@@ -109,7 +114,7 @@ def _cross(
     x, _ = child(self, names["ATTENTION"])(x, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
     x, h = _dropped(self, x, names["RATE"]), hidden_states
     if encoder_hidden_states is not None:
-        x, h = _norm_of_sum(child(self, names["SECOND"]), x, h)
+        x, h = _norm_of_sum(child(self, names["SECOND"]), h, x)
         x, _ = child(self, names["CROSS"])(
             x,
             key_value_states=encoder_hidden_states,
@@ -121,7 +126,7 @@ def _cross(
     return _with_network(names, activated, self, x, h)
 
 
-def _speech(names: Names, activated: Activated, self: Any, hidden_states, attention_mask, **kwargs):
+def _speech(names: Names, activated: Activated, self: Any, /, hidden_states, attention_mask, **kwargs):
     x = child(self, names["FIRST"])(hidden_states)
     x, _ = child(self, names["ATTENTION"])(hidden_states=x, attention_mask=attention_mask, **kwargs)
     y = _with_network(names, activated, self, _dropped(self, x, names["RATE"]), hidden_states)
@@ -132,9 +137,10 @@ def _speech(names: Names, activated: Activated, self: Any, hidden_states, attent
 
 
 def _with_network(names: Names, activated: Activated, self: Any, x: Tensor, h: Tensor) -> Tensor:
-    x, h = _norm_of_sum(child(self, names["NORM"]), x, h)
+    x, h = _norm_of_sum(child(self, names["NORM"]), h, x)
     product, act, last = (child(self, names[name]) for name in ("PRODUCT", "ACT", "PRODUCT_2"))
-    y = activated(product, act, x, (last,)) if hasattr(type(product), ORIGINAL) else None
+    is_plain = isinstance(act, nn.Module) and isinstance(x, Tensor) and is_known(x)
+    y = activated(product, act, x, (last,)) if is_plain and hasattr(type(product), ORIGINAL) else None
     x = _dropped(self, act(product(x)) if y is None else y, names["ACT_RATE"])
     return h + _dropped(self, last(x), names["RATE"])
 
@@ -161,11 +167,13 @@ def add_norm(activated: Activated, names: Names, layer: str) -> Callable[..., An
 
 
 def refusal(module: Any, form: Form, names: Names) -> str | None:
-    """None too where arguments have other names than the known forward's, by which they may be given."""
+    """None too where arguments have other names than the known forward's, by which they may be given, and where no call
+    is plain, so that nothing would become one."""
     own, known = (_arguments(f) for f in (plain_method(type(module), "forward"), form.methods["forward"]))
     norm = type(getattr(module, names["NORM"]))
     found = form_of(getattr(norm, ORIGINAL, norm))
-    return "" if own == known and found is not None and found[0].kind in NORMS else None
+    is_known_norm = found is not None and found[0].kind in NORMS
+    return "" if READS_TENSORS and own == known and is_known_norm else None
 
 
 def _arguments(function: Any) -> tuple[str, ...]:

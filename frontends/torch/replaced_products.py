@@ -59,7 +59,7 @@ def alone(names: Names, **_: Any) -> Callable[..., Any]:
         if not _is_uneven(self.weight):
             return NotImplemented
         dtype, rows = product_dtype(x, self.weight), x.numel() // max(self.in_features, 1)
-        if dtype is None or dtype.itemsize != 2 or not x.is_cuda or is_compiling() or rows < MANY_ROWS:
+        if dtype is None or dtype.itemsize != 2 or not x.is_cuda or rows < MANY_ROWS:
             return NotImplemented
         return F.linear(x, self.weight, self.bias)
 

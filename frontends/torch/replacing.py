@@ -220,6 +220,10 @@ def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]
     reason = _own_ways(module, form.methods) or _unselected(kind, kinds)
     if not reason and kind == "linear_cross_entropy" and "cross_entropy" not in kinds:
         reason = "" if loss_for(module)[0] in LOSSES else "its loss is not selected"
+    if not reason and kind == "add_norm":
+        norm = type(getattr(module, names["NORM"]))
+        selected = hasattr(norm, ORIGINAL) or operator_of(learn(norm)[0]) in kinds  # type: ignore[index]
+        reason = "" if selected else "its norm is not selected"
     return kind, _about(kind, reason)
 
 

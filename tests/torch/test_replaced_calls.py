@@ -231,12 +231,25 @@ def test_a_product_alone(bias, products_on_the_cpu):
             getattr(module, frozen).requires_grad_(False)
         compare(theirs, mine)
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert not is_served(mine, x)  # torch saves no x for a frozen weight
+    mine.requires_grad_()
     assert is_served(mine, x)
     again = mine.register_forward_hook(lambda module, args, y: 2 * y)
     torch.testing.assert_close(mine(x), 2 * theirs(x))
     again.remove()
     checked = torch.utils.checkpoint.checkpoint(mine, x, use_reentrant=False)
     torch.testing.assert_close(checked, theirs(x))
+    with torch.profiler.profile():  # the forward is computed again, and saves as many tensors
+        checked.sum().backward()
+
+
+@pytest.mark.parametrize("make", [nn.GELU, lambda: nn.LayerNorm(8), lambda: nn.RMSNorm(8, eps=1e-5)])
+def test_a_second_argument_is_refused(make):
+    module, x = make(), torch.randn(4, 8)
+    ours.replace(module)
+    for more in (x, None):
+        with pytest.raises(TypeError, match="positional argument"):
+            module(x, more)
 
 
 @plain_calls

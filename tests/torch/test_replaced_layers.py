@@ -20,6 +20,7 @@ from aotops.frontends.torch.tensors import READS_TENSORS  # noqa: E402
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
 ON = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+plain_calls = pytest.mark.skipif(not READS_TENSORS, reason="this torch has no plain calls")
 N = 8
 
 
@@ -96,7 +97,7 @@ def pair(cls, where="cpu", dtype=torch.float64, **options):
     theirs = cls(**options).to(where, dtype)
     mine = copy.deepcopy(theirs)
     record = ours.replace(mine)
-    assert record.rows[0].operator == "add_norm"
+    assert (record.rows[0].operator == "add_norm") is READS_TENSORS
     return theirs, mine
 
 
@@ -169,7 +170,7 @@ def test_half_precision_is_clamped():
     torch.testing.assert_close(a, b)
 
 
-@pytest.mark.skipif(not READS_TENSORS, reason="this torch has no plain calls")
+@plain_calls
 def test_the_sum_and_the_norm_are_apart_where_the_norm_is_not_a_plain_call():
     def with_hook(theirs, mine):
         for layer in (theirs, mine):
@@ -251,7 +252,51 @@ def test_copies_and_files(cls):
     ours.restore(mine)
     assert type(mine) is cls
     ours.replace(mine, only="layer_norm")  # and then the rest
-    assert ours.replace(mine).rows[0].operator == "add_norm"
+    assert (ours.replace(mine).rows[0].operator == "add_norm") is READS_TENSORS
+
+
+@plain_calls
+def test_a_call_of_the_norms_class_is_kept():
+    class Doubled(nn.LayerNorm):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    assert compare(*pair(Encoder, norm=Doubled)) == 0
+
+
+@EVERY
+def test_a_sum_apart_has_the_originals_strides(cls):
+    theirs, mine = pair(cls)
+    found = []
+    for layer in (theirs, mine):
+        seen = []
+        for norm in (layer.SECOND, layer.NORM):
+            norm.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].stride()))
+        called(layer, torch.randn(2, N, 3, dtype=torch.float64).mT)
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_an_argument_may_have_any_name():
+    for cls in (Encoder, Decoder, Image, Modern, Speech):
+        theirs, mine = pair(cls)
+        compare(theirs, mine, run=lambda layer, *args, **named: layer(*args, **named, names=3, activated=4))
+
+
+def test_what_an_activation_may_be(monkeypatch):
+    monkeypatch.setattr(replaced_classes, "_MADE", {})
+    monkeypatch.setitem(replaced_forwards._CHECKS, "matrix", lambda *_: "")
+    theirs, mine = pair(Speech)
+    for layer in (theirs, mine):
+        del layer.ACT
+        layer.ACT = torch.tanh
+    compare(theirs, mine)
+
+
+@plain_calls
+def test_a_layer_is_left_if_its_norm_is():
+    for options in ({"only": "add_norm"}, {"without": "layer_norm"}):
+        assert ours.replace(Encoder(), **options).rows[0].reason == "its norm is not selected"
 
 
 def test_layers_that_are_left():
