@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,19 +214,37 @@ def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any
     return new | {"command": "; ".join(commands), "copy_gbs": copies, "rows": kept + new["rows"]}
 
 
+def case(row: Row) -> tuple[Any, ...]:
+    return row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"]
+
+
+def speeds(rows: Sequence[Row]) -> dict[int, dict[tuple[Any, ...], float]]:
+    """Our speed beside torch's, of each count of threads and each case that has both."""
+    us = {(row["threads"], row["impl"], *case(row)): row["us"] for row in rows}
+    found: dict[int, dict[tuple[Any, ...], float]] = {}
+    for row in rows:
+        torch = us.get((row["threads"], "torch", *case(row)))
+        if row["impl"] == "aotops" and torch is not None:
+            found.setdefault(row["threads"], {})[case(row)] = torch / row["us"]
+    return found
+
+
+def is_behind(speed: float) -> bool:
+    return speed * ALLOWED < 1
+
+
 def summary(rows: Sequence[Row]) -> list[str]:
     """A line of each count of threads, and of each case in which torch is faster by more than ALLOWED."""
-    by_case: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        key = (row["threads"], row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"])
-        by_case.setdefault(key, {})[row["impl"]] = row
-    both = {key: found for key, found in by_case.items() if {"aotops", "torch"} <= {*found}}
+    us = {(row["threads"], row["impl"], *case(row)): row["us"] for row in rows}
     lines = []
-    for threads in dict.fromkeys(key[0] for key in both):
-        speeds = {key: _speed(found) for key, found in both.items() if key[0] == threads}
-        behind = sorted((speed, key) for key, speed in speeds.items() if speed * ALLOWED < 1)
-        lines.append(f"{threads} threads: torch is more than 5 % ahead in {len(behind)} of {len(speeds)} cases")
-        lines += [_line(speed, key, both[key]) for speed, key in behind]
+    for threads, found in speeds(rows).items():
+        behind = sorted((speed, key) for key, speed in found.items() if is_behind(speed))
+        lines.append(f"{threads} threads: torch is more than 5 % ahead in {len(behind)} of {len(found)} cases")
+        for speed, key in behind:
+            op, variant, pass_, shape, dtype = key
+            what = " ".join(filter(None, (op, variant, pass_, "x".join(map(str, shape)), dtype)))
+            own, torch = (us[(threads, impl, *key)] for impl in ("aotops", "torch"))
+            lines.append(f"  {speed:.2f}  {what}: {own:,.1f} us, torch {torch:,.1f}")
     return lines
 
 
@@ -253,16 +271,6 @@ def _counts(what: str, rows: Sequence[Row]) -> list[str]:
     counts = ", ".join(f"{op} {n}" for op, n in Counter(row["op"] for row in rows).items())
     dates = sorted({row["date"] for row in rows})
     return [f"{what}, of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {counts}"]
-
-
-def _speed(found: Mapping[str, Row]) -> float:
-    return float(found["torch"]["us"] / found["aotops"]["us"])
-
-
-def _line(speed: float, key: tuple[Any, ...], found: Mapping[str, Row]) -> str:
-    _, op, variant, pass_, shape, dtype = key
-    what = " ".join(filter(None, (op, variant, pass_, "x".join(map(str, shape)), dtype)))
-    return f"  {speed:.2f}  {what}: {found['aotops']['us']:,.1f} us, torch {found['torch']['us']:,.1f}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The tables of docs/performance.md and docs/lab_notes.md that are figures of `aotops bench`:
 `python -m benchmarks.report`.
 
-Writes the marked sections of the pages from benchmarks/results/h200.json. A table says of which version its figures are
-and when they were measured, and marks a row whose kernel has changed since.
+Writes the marked sections of the pages from benchmarks/results/h200.json, and those about the CPU from the records of
+`python -m benchmarks.cpu`. A table says of which version its figures are and when they were measured, and marks a row
+whose kernel has changed since.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
+from textwrap import fill
 from typing import Any
 
 from aotops.bench import cases
-from aotops.bench.sources import of_kernel
+from aotops.bench.sources import CPU_PREFIX, of_kernel
+from benchmarks import cpu
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks/results/h200.json"
+RESULTS = ROOT / "benchmarks/results"
 PAGES = ROOT / "docs/performance.md", ROOT / "docs/lab_notes.md"
 SECTION = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -38,21 +42,23 @@ Result = dict[str, Any]
 
 def main() -> None:
     for page in PAGES:
-        page.write_text(written(page.read_text(), load()))
+        page.write_text(written(page.read_text()))
 
 
-def load() -> Result:
-    return json.loads(RESULT.read_text())
+def load(section: str) -> Result:
+    """The record of a section: those of the CPU have the section's name."""
+    return json.loads((RESULTS / f"{section if section.startswith('cpu') else 'h200'}.json").read_text())
 
 
-def written(page: str, result: Result) -> str:
-    """The page with its sections as the result says."""
-    return SECTION.sub(lambda found: f"{found[1]}{SECTIONS[found[2]](result)}\n{found[3]}", page)
+def written(page: str) -> str:
+    """The page with its sections as their results say."""
+    return SECTION.sub(lambda found: f"{found[1]}{SECTIONS[found[2]](load(found[2]))}\n{found[3]}", page)
 
 
 def changed(row: Row) -> bool:
     """Whether the kernel has other sources than the one that was measured."""
-    return row["kernel"] != of_kernel(row["op"])
+    device = "cpu" if row["kernel"].startswith(CPU_PREFIX) else "cuda"
+    return row["kernel"] != of_kernel(row["op"], device=device)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -209,12 +215,14 @@ def ahead(result: Result) -> str:
         behind = [(peer["us"] / row["us"], row, peer) for row, peer in of_size if peer["us"] < AHEAD * row["us"]]
         counts.append(f"{len(behind)} of {len(of_size)}")
         for rate, row, peer in sorted(behind, key=lambda each: each[0]):
-            names = [
-                f"{row['op']} {row['variant']}".rstrip(), row["pass"], " x ".join(map(str, row["shape"])), row["dtype"]
-            ]  # fmt: skip
-            table.add([*names, peer["impl"]], [row], (_digits(row["us"]), _digits(peer["us"]), f"{rate:.2f}"))
+            cells = _digits(row["us"]), _digits(peer["us"]), f"{rate:.2f}"
+            table.add([*_names(row), peer["impl"]], [row], cells)
     within = round(100 * (1 - AHEAD))
     return f"A peer is more than {within} % ahead in {counts[0]} cases and {counts[1]} small calls:\n\n{table}"
+
+
+def _names(row: Row) -> list[str]:
+    return [f"{row['op']} {row['variant']}".rstrip(), row["pass"], " x ".join(map(str, row["shape"])), row["dtype"]]
 
 
 def _digits(us: float) -> str:
@@ -229,6 +237,35 @@ def _is_small(row: Row) -> bool:
     return cases.find(row["op"], row["variant"]).small(tuple(row["shape"]))
 
 
+def cpu_counts(result: Result) -> str:
+    """In how many cases torch is ahead on the CPU, at each count of threads, and the medians of all."""
+    speeds = sorted(cpu.speeds(result["rows"]).items())
+    counts = [f"{sum(map(cpu.is_behind, found.values()))} of {len(found)} at {threads}" for threads, found in speeds]
+    medians = [f"{median(found.values()):.2f}" for _, found in speeds]
+    within = round(100 * (cpu.ALLOWED - 1))
+    return (
+        f"Cases in which torch is more than {within} % ahead, by threads: {', '.join(counts)}. "
+        f"The medians of our speed beside torch's: {', '.join(medians)}."
+    )
+
+
+def cpu_ahead(result: Result) -> str:
+    """The cases in which torch is ahead on the CPU at any count of threads, with our speed beside torch's at each."""
+    speeds = dict(sorted(cpu.speeds(result["rows"]).items()))
+    counts = [f"{threads} thread{'s' * (threads > 1)}" for threads in speeds]
+    table = Table(result, ("operator", "pass", "shape", "dtype"), counts)
+    own: dict[tuple[Any, ...], list[Row]] = {}
+    for row in table.find("aotops"):
+        own.setdefault(cpu.case(row), []).append(row)
+    least = sorted((min(found[case] for found in speeds.values() if case in found), case) for case in own)
+    for case in (case for speed, case in least if cpu.is_behind(speed)):
+        cells = (f"{found[case]:.2f}" if case in found else "" for found in speeds.values())
+        table.add(_names(own[case][0]), own[case], cells)
+    old = dict.fromkeys(row["op"] for row in table.find("aotops") if changed(row))
+    since = f" Kernels that have changed since: {', '.join(f'`{op}`' for op in old)}." if old else ""
+    return f"{fill(cpu_counts(result) + since, 120)}\n\n{table}"
+
+
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "machine": machine,
     "elementwise": elementwise,
@@ -238,6 +275,8 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "linear_gelu": linear_gelu,
     "conv2d": conv2d,
     "ahead": ahead,
+    "cpu": cpu_ahead,
+    "cpu_zen4": cpu_counts,
 }
 
 
