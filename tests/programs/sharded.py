@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import attention, decoding, head, linear, norm, qkv, rope
+from sharded_cases import SHARED, head, linear, norm, qkv, rope
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -56,14 +56,12 @@ def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
     return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 7}, constants=constants)
 
 
-CASES: dict[str, list[Case]] = {
+CASES: dict[str, list[Case]] = SHARED | {
     "add": [
         Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}),
         Case({"a": (6, 8), "b": (8,)}),
         Case({"a": (8, 6)}, {"b": 2.0}),
     ],
-    "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
-    "swiglu": [Case({"gate": (8, 6), "up": (8, 6)})],
     "rope": [
         rope((4, 6, 8, 4), (6, 2)),
         rope((4, 8, 6, 6), (9, 2), layout="BHSD", rotary_dim=4),
@@ -75,24 +73,10 @@ CASES: dict[str, list[Case]] = {
         qkv((4, 6, 24), (9, 2), (4, 6), layout="BHSD", rotary_dim=4, grouped=True),
         qkv((4, 6, 16), None, layout="BHSD"),
     ],
-    "attention": [
-        attention((4,), 4),
-        attention((4,), 2, (4,), causal=True),
-        attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
-        attention((4,), 4, bias=(4, 8, 5), sinks=(4,)),
-        attention((4,), 4, bias=(4, 1, 1, 5), causal=True),
-        attention((4,), 2, (4,), causal=True, dropout=0.4),
-    ],
     "qkv_attention": [
         Case({"qkv": (4, 6, 16), "lengths": None}, {"heads": 2, "kv_heads": 1, "causal": True}),
         Case({"qkv": (2, 4, 6, 18), "lengths": (4,)}, {"heads": 3}, classes={"lengths": 7}),
     ],
-    "paged_attention": [decoding(9, 4), decoding(8, 2, 4, window=5, softcap=2.0)],
-    "batch_norm": [
-        Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,)}),
-        Case({"x": (4, 6, 8), "weight": None, "bias": None}, {"axis": -1}),
-    ],
-    "batch_norm_relu": [Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,), "residual": (4, 8, 6)})],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [
         norm((4, 8, 6), 1, "weight", "bias"),
@@ -148,7 +132,6 @@ CASES: dict[str, list[Case]] = {
         _cross_entropy("mean", True, softcap=2.0),
         _cross_entropy("sum", z_loss=0.1),
     ],
-    "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
 }
 Layout = Mapping[str, Sequence[Any]]
 """The placements of inputs over the axes of a mesh; Replicate of others."""

@@ -52,3 +52,24 @@ def decoding(keys: int, kv_heads: int, block_size: int | None = None, **attrs: A
         attrs,
         classes={"lengths": keys + 1} | ({"block_table": 12} if block_size else {}),
     )
+
+
+SHARED: dict[str, list[Case]] = {
+    "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
+    "swiglu": [Case({"gate": (8, 6), "up": (8, 6)})],
+    "attention": [
+        attention((4,), 4),
+        attention((4,), 2, (4,), causal=True),
+        attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
+        attention((4,), 4, bias=(4, 8, 5), sinks=(4,)),
+        attention((4,), 4, bias=(4, 1, 1, 5), causal=True),
+        attention((4,), 2, (4,), causal=True, dropout=0.4),
+    ],
+    "paged_attention": [decoding(9, 4), decoding(8, 2, 4, window=5, softcap=2.0)],
+    "batch_norm": [
+        Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,)}),
+        Case({"x": (4, 6, 8), "weight": None, "bias": None}, {"axis": -1}),
+    ],
+    "batch_norm_relu": [Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,), "residual": (4, 8, 6)})],
+    "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
+}

@@ -26,7 +26,7 @@ import numpy as np
 from jax import export
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_cases import attention, decoding, head, linear, norm, qkv, rope
+from sharded_cases import SHARED, head, linear, norm, qkv, rope
 
 from aotops.frontends import jax as ours
 from aotops.frontends.jax.public import function_of
@@ -92,30 +92,14 @@ def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
     return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 8}, constants=constants)
 
 
-CASES: dict[str, list[Case]] = {
+CASES: dict[str, list[Case]] = SHARED | {
     "add": [Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}), Case({"a": (8, 6), "b": (6,)})],
-    "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
-    "swiglu": [Case({"gate": (8, 6), "up": (8, 6)})],
     "rope": [rope((4, 8, 8, 4), (8, 2)), rope((4, 8, 8, 4), (9, 2), (4, 8), layout="BHSD")],
     "qkv_rope": [qkv((4, 8, 16), (8, 2)), qkv((4, 8, 16), (9, 2), (4, 8), layout="BHSD"), qkv((4, 8, 16), None)],
-    "attention": [
-        attention((4,), 4),
-        attention((4,), 2, (4,), causal=True),
-        attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
-        attention((4,), 4, bias=(4, 8, 5), sinks=(4,)),
-        attention((4,), 4, bias=(4, 1, 1, 5), causal=True),
-        attention((4,), 2, (4,), causal=True, dropout=0.4),
-    ],
     "qkv_attention": [
         Case({"qkv": (4, 8, 16), "lengths": None}, {"heads": 2, "kv_heads": 1, "causal": True}),
         Case({"qkv": (2, 4, 8, 24), "lengths": (4,)}, {"heads": 2}, classes={"lengths": 9}),
     ],
-    "paged_attention": [decoding(9, 4), decoding(8, 2, 4, window=5, softcap=2.0)],
-    "batch_norm": [
-        Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,)}),
-        Case({"x": (4, 6, 8), "weight": None, "bias": None}, {"axis": -1}),
-    ],
-    "batch_norm_relu": [Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,), "residual": (4, 8, 6)})],
     "softmax": [Case({"x": (4, 6, 8)}, {"dim": 1})],
     "layer_norm": [norm((4, 8, 6), 1, "weight", "bias"), norm((8, 2, 3), 2, "bias")],
     "rms_norm": [norm((8, 6), 1, "weight", "bias"), norm((8, 4), 1, eps=0.1)],
@@ -146,7 +130,6 @@ CASES: dict[str, list[Case]] = {
         head((8, 6), 12, "none"),
     ],
     "cross_entropy_lse": [_cross_entropy("mean", True, ignore_index=3, softcap=2.0), _cross_entropy("none")],
-    "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
 }  # fmt: skip
 
 
