@@ -159,6 +159,29 @@ def matmul(result: Result) -> str:
     return str(table)
 
 
+def products(result: Result) -> str:
+    """The ranges of the ratios to torch, of products that have no table, in all dtypes unless one is named."""
+    table = Table(result, (), ())
+    shapes = [[8192, 4096, 1024], [4096, 16384, 4096], [2048, 3072, 768]]
+    several = [row for row in table.find("aotops", op="matmul") if row["shape"] in shapes]
+    biased = [row for row in table.find("aotops", op="linear") if not row["variant"]]
+    table.used += [*several, *biased]
+    names = ", ".join(" x ".join(map(str, shape)) for shape in shapes)
+    return "\n".join([
+        _ratios("matmul", f"of M x N x K = {names}", several),
+        *(_ratios("linear", f"with a bias in {dtype}", [row for row in biased if row["dtype"] == dtype])
+          for dtype in ("bfloat16", "float32")),
+        "", table.origin(),
+    ])  # fmt: skip
+
+
+def _ratios(op: str, which: str, rows: Sequence[Row]) -> str:
+    of_pass = [[row["of_peer"] for row in rows if row["pass"] == pass_] for pass_ in PASSES]
+    forward, backward = (f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in of_pass)
+    mark = " \\*" if any(map(changed, rows)) else ""
+    return fill(f"- `{op}`{mark} {which}: {forward}, backward {backward}.", 120, subsequent_indent="  ")
+
+
 def linear_gelu(result: Result) -> str:
     heads = ("aotops", "torch, two kernels", "ratio", "backward, ratio")
     table = Table(result, ("M x K x N, bfloat16",), heads)
@@ -272,6 +295,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "rows_bfloat16": _of_rows("bfloat16"),
     "rows_float32": _of_rows("float32"),
     "matmul": matmul,
+    "products": products,
     "linear_gelu": linear_gelu,
     "conv2d": conv2d,
     "ahead": ahead,

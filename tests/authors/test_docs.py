@@ -14,12 +14,14 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass, fields
+from inspect import signature
 from pathlib import Path
 
 import installed
 import pytest
 import walkthrough
 
+from aotops.call import MOST_OPTIONAL, MOST_SLOTS
 from aotops.op import Op
 from aotops.ops import OPS
 from aotops.testing.dtypes import ml_dtypes
@@ -197,10 +199,58 @@ def _code(file: Path) -> str:
     return re.sub(r'""".*?"""|/\*.*?\*/', "", re.sub(comment, "", file.read_text()), flags=re.S)
 
 
+def test_the_files_that_pages_name_are_in_the_tree():
+    """By a path from the root, or in a link; so are the sections that links name."""
+    of_a_package = {"cuda_src/scale.h", "cuda_src/scale.cpp", "tests/test_scale.py"}
+    folders = "aotops|benchmarks|cuda_src|docs|examples|frontends|packaging|tests"
+    missing = set()
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        named = set(re.findall(rf"`((?:{folders})/[\w./]+)`", text)) - of_a_package
+        missing |= {(page.name, name) for name in named if not (ROOT / name).exists()}
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            path, _, section = link.partition("#")
+            file = page.parent / path if path else page
+            if not file.exists() or (section and section not in _sections(file)):
+                missing.add((page.name, link))
+    assert not missing
+
+
+def _sections(page: Path) -> set[str]:
+    """The anchors of the titles, as the site and GitHub make them."""
+    titles = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_variables_of_processes_are_documented():
+    read = r'(?:environ(?:\.get\(|\[)|getenv\(|env\()"(AOTOPS_\w+)"'
+    known = {name for file in _sources() for name in re.findall(read, file.read_text())}
+    assert {"AOTOPS_LIBRARY", "AOTOPS_THREADS"} <= known
+    pages = "\n".join(page.read_text() for page in PAGES)
+    assert {name for name in known if f"`{name}=" not in pages} == set()
+
+
+def test_the_numbers_of_tensors_are_those_of_the_call_path():
+    page = (ROOT / "docs" / "your_own_operator.md").read_text()
+    assert f"has up to {MOST_SLOTS}, its workspace included, of which {MOST_OPTIONAL} may be optional." in page
+
+
+def test_design_names_what_keeps_its_residuals():
+    text = (ROOT / "docs" / "design.md").read_text()
+    text = text[text.index("always keep theirs") : text.index("**Results in place of inputs**")]
+    assert {name for name, op in OPS.items() if op.always_save_residuals and f"`{name}`" not in text} == set()
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_a_table_has_every_operator(page):
     named = re.findall(r"^\| `(\w+)(?:\(.*?\))?` \|", (ROOT / page).read_text(), re.M)
     assert set(OPS) <= set(named)
+
+
+def test_the_first_page_has_the_signatures():
+    shown = dict(re.findall(r"^\| `(\w+)(\(.*?\))` \|", (ROOT / "docs" / "index.md").read_text(), re.M))
+    own = {name: str(signature(op.bind)).replace("'", '"').replace("e-0", "e-") for name, op in OPS.items()}
+    assert {name: shown[name] for name in own} == own
 
 
 def test_the_versions_of_frameworks_are_those_of_pyproject():

@@ -86,6 +86,7 @@ def test_each_row_says_what_it_measured():
         ("rows_bfloat16", "softmax", 2),
         ("rows_float32", "cross_entropy", 3),
         ("matmul", "matmul", 3),
+        ("products", "linear", 2),
         ("linear_gelu", "linear", 7),
         ("conv2d", "conv2d", 5),
         ("ahead", "conv2d", 3),
@@ -106,7 +107,7 @@ def test_a_row_is_marked_if_its_kernel_has_changed(name, op, lines):
     assert "\\* Measured before the last change of the kernel." in marked
     assert "aotops 0.0.1" in marked
     assert "2001-01-01" in marked
-    assert sum(" \\* |" in line for line in marked.splitlines()) == lines
+    assert sum(" \\* " in line for line in marked.splitlines()) == lines
 
 
 @pytest.fixture
