@@ -70,7 +70,7 @@ print(private.LACKS)
 
 
 def test_a_level_of_forward_mode_is_seen_at_another_entry(python):
-    """Of a torch whose eager calls do not enter it where its compiled graphs do."""
+    """There is a torch whose eager calls do not enter it where its compiled graphs do."""
     program = """
 import torch
 from torch.autograd import forward_ad
