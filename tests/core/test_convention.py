@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from aotops import call, library
 from aotops.extra import encode
 from aotops.infer import infer
-from aotops.ops import OPS
+from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec
 from aotops.testing.frameworks import frameworks
 
@@ -38,7 +40,28 @@ def test_calls_at_random(tmp_path):
     command = [built, library.path(), "5000", "7"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("5000 calls of 27 entries")
+    assert done.stdout.startswith("5000 calls of 44 entries")
+
+
+def test_every_entry_refuses_what_is_wrong(tmp_path):
+    """tests/programs/hostile_calls.py says what. An entry that it does not call is none of the table's."""
+    said = tmp_path / "said"
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    with said.open("w") as file:  # a pipe that nobody reads until the end would fill
+        done = subprocess.run(
+            [sys.executable, PROGRAMS / "hostile_calls.py"],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=600,
+            check=False,
+        )
+    lines = said.read_text().splitlines()
+    told = [line for line in lines if line.startswith("FAULT")] or lines[-20:]
+    assert done.returncode == 0, "\n".join(told)
+    exported = set(BUILTIN.exported)
+    entries = {name for name in exported if re.fullmatch("aot_[a-z0-9_]+_cpu", name) and f"{name}Init" in exported}
+    assert {*lines[-2].split()[1:], "aot_hosted_cpu"} == entries
 
 
 def test_a_backward_without_its_workspace_writes_neither_gradient():
@@ -268,7 +291,7 @@ import ctypes, locale
 locale.setlocale(locale.LC_NUMERIC, "comma")
 assert locale.localeconv()["decimal_point"] == ","
 from aotops import call
-from aotops.ops import OPS
+from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec
 x, y = (ctypes.c_double * 2)(1, -1), (ctypes.c_double * 2)()
 spec = TensorSpec((2,), "float64")

@@ -5,6 +5,7 @@
 // nothing. Inference is asked of both, and of shapes that no tensor has. The first fault ends the run with exit 1.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <climits>
 #include <cstdint>
@@ -51,45 +52,23 @@ Shape operator+(Shape a, const Shape &b) { return a.insert(a.end(), b.begin(), b
 // ---------------------------------------------------------------------------------------------------------- operators
 
 struct Op {
-  std::string name, inputs, outputs;  // slots in order; "?" after one that may be absent, "*" after a workspace
+  std::string name, inputs, outputs;  // slots in order, each with the mark that aot.h gives it and a space
 };
 
-const std::vector<Op> kOps = {
-    {"add", "a b", "y"},
-    {"gelu", "x", "y"},
-    {"gelu_backward", "dy x", "dx"},
-    {"swiglu", "gate up", "y"},
-    {"swiglu_backward", "dy gate up", "dgate dup"},
-    {"softmax", "x", "y"},
-    {"softmax_backward", "dy y", "dx"},
-    {"layer_norm", "x weight? bias?", "y stats?"},
-    {"layer_norm_backward", "dy x weight? stats?", "dx? dweight? dbias? workspace*"},
-    {"rms_norm", "x weight? bias?", "y rstd?"},
-    {"rms_norm_backward", "dy x weight? rstd?", "dx? dweight? dbias? workspace*"},
-    {"add_layer_norm", "x residual weight? bias?", "y h stats?"},
-    {"add_layer_norm_backward", "dy dh h weight? stats?", "dx? dresidual? dweight? dbias? workspace*"},
-    {"add_rms_norm", "x residual weight? bias?", "y h rstd?"},
-    {"add_rms_norm_backward", "dy dh h weight? rstd?", "dx? dresidual? dweight? dbias? workspace*"},
-    {"cross_entropy", "x target weight?", "y slope? workspace*"},
-    {"cross_entropy_backward", "dy x target weight? slope?", "dx workspace*"},
-    {"cross_entropy_lse", "x target weight?", "y lse predictions workspace*"},
-    {"cross_entropy_lse_backward", "dy dlse? x target weight?", "dx workspace*"},
-    {"linear", "x weight bias?", "y pre_activation? workspace*"},
-    {"linear_backward", "dy x weight bias? pre_activation?", "dx? dweight? dbias? workspace*"},
-    {"lltm", "input weights bias old_h old_cell", "new_h new_cell gates? workspace*"},
-    {"lltm_backward", "dnew_h dnew_cell input weights bias old_h old_cell gates?",
-     "dinput? dweights? dbias? dold_h? dold_cell? workspace*"},
-    {"matmul", "a b", "y workspace*"},
-    {"matmul_backward", "dy a b", "da? db? workspace*"},
-    {"conv2d", "x weight bias?", "y workspace*"},
-    {"conv2d_backward", "dy x weight", "dx? dweight? dbias? workspace*"},
-};
+// The operators that problem_of has shapes for; their backwards are found by name. tests/programs/hostile_calls.py
+// calls all that the library has.
+constexpr const char *kFamilies =
+    "add gelu swiglu softmax layer_norm rms_norm add_layer_norm add_rms_norm batch_norm batch_norm_relu cross_entropy "
+    "cross_entropy_lse linear linear_cross_entropy linear_cross_entropy_lse lltm matmul conv2d rope qkv_rope attention "
+    "qkv_attention paged_attention ";
+
+std::vector<Op> ops;
 
 struct Problem {
   std::string attrs;
   std::map<std::string, Shape> shapes;                                                        // by input
   std::vector<std::string> wide = {"stats", "rstd", "gates", "dlse"}, integers = {"target"};  // not of the common dtype
-  std::vector<std::string> always;  // optional inputs that are given
+  std::vector<std::string> always, never;  // optional slots that are given, or are not
   int64_t classes = 0, ignored = -100;
 };
 
@@ -197,11 +176,89 @@ Problem conv2d_problem() {
   return p;
 }
 
+Problem batch_norm_problem() {
+  Problem p;
+  const Shape rows = small_shape(2), channels = {between(0, 9)}, inner = small_shape(2), x = rows + channels + inner;
+  for (const char *slot : {"x", "y", "dy", "residual"}) p.shapes[slot] = x;
+  for (const char *slot : {"weight", "bias", "mean", "var", "dmean", "dvar"}) p.shapes[slot] = channels;
+  p.wide.insert(p.wide.end(), {"mean", "var", "dmean", "dvar"});
+  if (flip()) p.always = {"weight"}, p.wide.insert(p.wide.end(), {"weight", "bias"});  // bias depends on weight
+  p.attrs = "axis=" + std::to_string(static_cast<int64_t>(rows.size()) - (flip() ? 0 : static_cast<int64_t>(x.size())));
+  return p;
+}
+
+// packed: of qkv_rope, else of rope.
+Problem rope_problem(bool packed) {
+  Problem p;
+  const bool heads_first = flip(), interleaved = flip();
+  const int64_t seq = between(0, 9), kv_heads = between(1, 3), heads = kv_heads * between(1, 2), half = between(0, 9);
+  const Shape rows = small_shape(2);
+  auto placed = [&](int64_t n) { return rows + (heads_first ? Shape{n, seq, 2 * half} : Shape{seq, n, 2 * half}); };
+  for (const char *slot : {"x", "dy", "dq"}) p.shapes[slot] = placed(heads);
+  for (const char *slot : {"dk", "dv"}) p.shapes[slot] = placed(kv_heads);
+  p.shapes["qkv"] = rows + Shape{seq, (heads + 2 * kv_heads) * 2 * half};
+  p.classes = seq + between(1, 3), p.ignored = between(0, p.classes - 1);
+  p.shapes["cos"] = p.shapes["sin"] = {p.classes, interleaved || flip() ? half : 2 * half};
+  p.shapes["positions"] = {seq}, p.integers = {"positions"};
+  p.always = {"x", "qkv", "cos", "sin"};  // dcos needs x
+  if (flip()) p.wide.insert(p.wide.end(), {"cos", "sin"});
+  p.attrs = std::string("layout=") + (heads_first ? "BHSD" : "BSHD") + "\ninterleaved=" + (interleaved ? "1" : "0");
+  if (packed)
+    p.attrs += "\nheads=" + std::to_string(heads) + "\nkv_heads=" + std::to_string(kv_heads) +
+               "\ngrouped=" + (flip() ? "1" : "0");
+  return p;
+}
+
+Problem attention_problem(bool packed) {
+  Problem p;
+  const bool heads_first = !packed && flip();
+  const int64_t of_q = between(0, 9), of_k = packed ? of_q : between(0, 9), shared = between(1, 3),
+                kv_heads = between(1, 3);
+  const int64_t heads = kv_heads * shared, dim = between(1, 20), batch = between(0, 3);
+  auto placed = [&](int64_t seq, int64_t n) {
+    return heads_first ? Shape{batch, n, seq, dim} : Shape{batch, seq, n, dim};
+  };
+  for (const char *slot : {"q", "y", "dy"}) p.shapes[slot] = placed(of_q, heads);
+  for (const char *slot : {"k", "v"}) p.shapes[slot] = placed(of_k, kv_heads);
+  p.shapes["lse"] = {batch, heads, of_q}, p.wide.push_back("lse");
+  p.always = {"lse"};
+  p.never = {"lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "seed", "dbias", "dsinks"};
+  p.attrs = std::string("causal=") + (flip() ? "1" : "0") + "\nsoftcap=" + any<std::string>({"0.0", "2.0"});
+  if (!packed) return p.attrs += std::string("\nlayout=") + (heads_first ? "BHSD" : "BSHD"), p;
+  p.shapes["qkv"] = {batch, of_q, (heads + 2 * kv_heads) * dim};
+  p.shapes["y"] = p.shapes["dy"] = {batch, of_q, heads * dim};
+  p.attrs += "\nheads=" + std::to_string(heads) + "\nkv_heads=" + std::to_string(kv_heads);
+  return p;
+}
+
+Problem paged_attention_problem() {
+  Problem p;
+  const int64_t batch = between(0, 3), keys = between(0, 20), kv_heads = between(1, 3), dim = between(1, 20);
+  p.shapes["q"] = {batch, between(1, 4), kv_heads * between(1, 3), dim};
+  p.shapes["k_cache"] = p.shapes["v_cache"] = {batch, keys, kv_heads, dim};
+  p.shapes["lengths"] = {batch}, p.integers = {"lengths"};
+  p.classes = keys + 1, p.ignored = between(0, keys);
+  p.never = {"block_table"};
+  p.attrs = "window=" + std::to_string(between(0, 9)) + "\nsoftcap=" + any<std::string>({"0.0", "2.0"});
+  return p;
+}
+
+Problem linear_cross_entropy_problem() {
+  Problem p = cross_entropy_problem();
+  const int64_t in = between(0, 20);
+  const Shape rows = p.shapes["target"];
+  p.shapes["x"] = rows + Shape{in}, p.shapes["weight"] = {p.classes, in};
+  p.shapes["bias"] = p.shapes["class_weight"] = {p.classes};
+  p.attrs += std::string("\nallow_tf32=") + (flip() ? "1" : "0");
+  return p;
+}
+
 Problem elementwise_problem(const std::string &family) {
   Problem p;
   const Shape shape = small_shape();
   for (const char *slot : {"a", "b", "x", "y", "dy", "gate", "up"}) p.shapes[slot] = shape;
   const int64_t ndim = shape.empty() ? 1 : static_cast<int64_t>(shape.size());
+  if (family == "add") p.always = {"b"};
   if (family == "gelu") p.attrs = std::string("approximate=") + (flip() ? "tanh" : "none");
   if (family == "softmax") p.attrs = "dim=" + std::to_string(between(-ndim, ndim - 1));
   return p;
@@ -209,8 +266,17 @@ Problem elementwise_problem(const std::string &family) {
 
 Problem problem_of(const Op &op) {
   const std::string family = op.name.substr(0, op.name.find("_backward"));
+  if (family.find("batch_norm") == 0) return batch_norm_problem();
   if (family.find("norm") != std::string::npos) return norm_problem(flip());
   if (family == "cross_entropy" || family == "cross_entropy_lse") return cross_entropy_problem();
+  if (family == "rope" || family == "qkv_rope") return rope_problem(family == "qkv_rope");
+  if (family == "attention" || family == "qkv_attention") return attention_problem(family == "qkv_attention");
+  if (family == "paged_attention") return paged_attention_problem();
+  if (family.find("linear_cross_entropy") == 0) {
+    Problem p = linear_cross_entropy_problem();
+    if (family != op.name) p.never = {"x_slope", "weight_slope", "bias_slope"};  // each serves one gradient
+    return p;
+  }
   if (family == "linear") return linear_problem();
   if (family == "lltm") return lltm_problem();
   if (family == "matmul") return matmul_problem();
@@ -230,6 +296,22 @@ F *symbol(const std::string &name) {
   void *found = dlsym(library, name.c_str());
   if (!found) std::fprintf(stderr, "the library has no %s\n", name.c_str()), std::exit(1);
   return reinterpret_cast<F *>(found);
+}
+
+// Adds to ops what the library says of an entry's slots.
+void read_op(const std::string &name) {
+  const std::string said = symbol<const char *()>("aot_" + name + "_cpuSignature")();
+  const size_t first = said.find(';'), second = said.find(';', first + 1);
+  ops.push_back({name, said.substr(0, first), said.substr(first + 1, second - first - 1)});
+}
+
+void read_ops() {
+  const std::string names = kFamilies;
+  for (size_t at = 0, end; (end = names.find(' ', at)) != std::string::npos; at = end + 1) {
+    const std::string name = names.substr(at, end - at), backward = name + "_backward";
+    read_op(name);
+    if (dlsym(library, ("aot_" + backward + "_cpu").c_str())) read_op(backward);
+  }
 }
 
 struct Extra {
@@ -339,9 +421,8 @@ std::vector<Slot> slots(const std::string &text) {
   std::vector<Slot> found;
   for (size_t at = 0; at < text.size();) {
     const size_t end = text.find(' ', at) == std::string::npos ? text.size() : text.find(' ', at);
-    const char last = text[end - 1];
-    const bool marked = last == '?' || last == '*';
-    found.push_back({text.substr(at, end - at - marked), last == '?', last == '*'});
+    const char mark = text[end - 1];
+    found.push_back({text.substr(at, end - at - 1), mark == '?', mark == '*'});
     at = end + 1;
   }
   return found;
@@ -370,7 +451,7 @@ struct Call {
   explicit Call(const Op &op) : op(op), entry("aot_" + op.name + "_cpu"), many(slots(op.outputs).size() > 1) {
     const Problem p = problem_of(op);
     const std::string dtype = any<std::string>({"float16", "bfloat16", "float32", "float64"});
-    const int64_t inputs = take_inputs(p, dtype), outputs = choose_outputs();
+    const int64_t inputs = take_inputs(p, dtype), outputs = choose_outputs(p);
     attrs = p.attrs + "\ninputs=" + std::to_string(inputs) + "\noutputs=" + std::to_string(outputs);
     arrays();
     infer(dtype);
@@ -396,16 +477,14 @@ struct Call {
   }
 
  private:
+  static bool has(const std::vector<std::string> &names, const std::string &name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  }
   int64_t take_inputs(const Problem &p, const std::string &dtype) {
-    auto has = [](const std::vector<std::string> &names, const std::string &name) {
-      for (const std::string &n : names)
-        if (n == name) return true;
-      return false;
-    };
     int64_t mask = 0, i = 0;
     for (const Slot &slot : slots(op.inputs)) {
       const int64_t bit = int64_t{1} << i++;
-      if (slot.optional && !has(p.always, slot.name) && flip()) continue;
+      if (has(p.never, slot.name) || (slot.optional && !has(p.always, slot.name) && flip())) continue;
       mask |= bit;
       Given g{slot, false, p.shapes.at(slot.name), dtype, nullptr};
       if (has(p.wide, slot.name)) g.dtype = dtype == "float64" ? dtype : "float32";
@@ -418,11 +497,11 @@ struct Call {
     }
     return mask;
   }
-  int64_t choose_outputs() {
+  int64_t choose_outputs(const Problem &p) {
     int64_t mask = 0, i = 0;
     for (const Slot &slot : slots(op.outputs)) {
       const int64_t bit = int64_t{1} << i++;
-      if (slot.optional && flip()) continue;
+      if (has(p.never, slot.name) || (slot.optional && flip())) continue;
       mask |= bit, given.push_back({slot, true, {}, "", nullptr});
     }
     return mask;
@@ -473,7 +552,7 @@ void check_fences(const Call &call) {
 }
 
 void valid_call() {
-  Call call(any(kOps));
+  Call call(any(ops));
   const Extra extra(call.attrs);
   if (!seldom(8) && call.init(extra.pointer)) fault(call, "Init: " + last_error());
   if (call.run(extra.pointer)) fault(call, last_error());
@@ -507,6 +586,8 @@ Outcome spoil(Call &call, void **extra, std::vector<std::unique_ptr<Extra>> &kep
       // nothing else tells how many classes there are: as many as a tensor may have would be a valid call
       if ((call.op.name == "cross_entropy" || call.op.name == "cross_entropy_lse") && g.slot.name == "x")
         return g.shape.back() = INT64_MAX, kRefused;
+      if (call.op.name.find("linear_cross_entropy") == 0 && g.slot.name == "weight")
+        return g.shape.front() = INT64_MAX, kRefused;
       g.shape[bits() % g.shape.size()] = any(kLarge);
       if (flip() && g.shape.size() > 1)
         for (int64_t &dim : g.shape) dim = any(kLarge);
@@ -536,7 +617,7 @@ Outcome spoil(Call &call, void **extra, std::vector<std::unique_ptr<Extra>> &kep
       call.params[i] = nullptr;
       return kRefused;
     case 10: {  // the data of another operator's Init
-      const Call other(any(kOps));
+      const Call other(any(ops));
       if (other.op.name == call.op.name) return kNothingDone;
       kept.push_back(std::make_unique<Extra>(other.attrs));
       if (other.init(kept.back()->pointer)) return kNothingDone;
@@ -565,7 +646,7 @@ Outcome spoil(Call &call, void **extra, std::vector<std::unique_ptr<Extra>> &kep
 }
 
 bool hostile_call() {
-  Call call(any(kOps));
+  Call call(any(ops));
   const std::string before = call.attrs;
   std::vector<std::unique_ptr<Extra>> kept;
   kept.push_back(std::make_unique<Extra>(call.attrs));
@@ -587,7 +668,7 @@ bool hostile_call() {
 
 // The arrays themselves are null: of a call, and of an Init.
 bool null_call() {
-  Call call(any(kOps));
+  Call call(any(ops));
   const Extra extra(call.attrs);
   if (flip() && call.init(extra.pointer)) fault(call, "Init: " + last_error());
   if (call.init(nullptr) == 0) fault(call, "Init took no extra");
@@ -603,7 +684,7 @@ bool null_call() {
 
 // For shapes that no tensor has, and unknown types, inference returns a status and throws nothing.
 bool hostile_inference() {
-  Call call(any(kOps));
+  Call call(any(ops));
   std::vector<std::vector<int64_t>> rows;
   for (size_t i = 0; i < call.given.size(); ++i) {
     rows.emplace_back(between(0, 40));
@@ -629,6 +710,7 @@ int main(int argc, char **argv) {
   if (argc != 4) return std::fprintf(stderr, "usage: %s LIBRARY CALLS SEED\n", argv[0]), 2;
   library = dlopen(argv[1], RTLD_NOW);
   if (!library) return std::fprintf(stderr, "%s\n", dlerror()), 2;
+  read_ops();
   const int64_t calls = std::atoll(argv[2]);
   state = std::strtoull(argv[3], nullptr, 10);
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
@@ -642,5 +724,5 @@ int main(int argc, char **argv) {
   }
   std::printf("%" PRId64 " calls of %zu entries: %" PRId64 " valid, %" PRId64 " hostile, %" PRId64
               " of inference with hostile shapes; no fault\n",
-              calls, kOps.size(), valid, hostile, inferred);
+              calls, ops.size(), valid, hostile, inferred);
 }
