@@ -1,6 +1,6 @@
 // Runs a MatmulProblem (matrix.h) on the CPU.
 #pragma once
-#include "gemm_cpu.h"
+#include "gemv_cpu.h"
 #include "matrix.h"
 
 namespace aot {
@@ -14,12 +14,14 @@ Matrix<T> matrix(const Operand &x, int64_t at = 0) {
 
 template <typename T, typename C>
 Status gemm_all(const MatmulProblem &p) {
-  return gemm_batch(p.count(), [&](int64_t index) {
+  const auto product = [&](int64_t index) {
     int64_t a, b, c;
     p.at(index, &a, &b, &c);
     C *to = static_cast<C *>(p.c.data) + c;
     return CpuGemm<T, C>{p.m, p.n, p.k, matrix<T>(p.a, a), matrix<T>(p.b, b), to, p.c.stride, p.adds};
-  });
+  };
+  if constexpr (std::is_same_v<T, C>) return multiply(p.count(), product);
+  else return gemm_batch(p.count(), product);
 }
 
 // sum[i] = partials[i] + partials[n + i] + ... for `slices` partial sums of n elements.

@@ -64,7 +64,10 @@ struct LinearEpilogue {
 
 template <typename T>
 Status forward_rows(const MatmulProblem &p, LinearEpilogue<T> epilogue) {
-  return gemm(p.m, p.n, p.k, matrix<T>(p.a), matrix<T>(p.b), static_cast<T *>(p.c.data), p.c.stride, false, epilogue);
+  return multiply(1, [&](int64_t) {
+    return CpuGemm<T, T, LinearEpilogue<T>>{
+        p.m, p.n, p.k, matrix<T>(p.a), matrix<T>(p.b), static_cast<T *>(p.c.data), p.c.stride, false, epilogue};
+  });
 }
 
 // ----------------------------------------------------------------------------------------------------- launchers

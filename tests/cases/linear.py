@@ -78,6 +78,9 @@ ROW = Row(
         _linear((500, 128), 96),
         _linear((1040, 72), 1029),  # lines of y that are not aligned
         _linear((261, 72), 131, activation="silu", scale=0.5),
+        _linear((1, 83), 70, activation="gelu"),
+        _linear((70, 83), 1, activation="relu"),
+        _linear((1, 40000), 0),
     ),
     under_load=(_linear((1030, 1023), 1025),),  # large enough for copies of lines that are not aligned
     draw=_draw,

@@ -61,6 +61,15 @@ ROW = Row(
         _matmul((1037, 65), (1037, 47), transpose_a=True),
         _matmul((256, 256), (256, 256), transpose_b=True),
         _matmul((64, 33, 8), (64, 8, 40)),
+        # one row or one column: whole and partial vectors of terms and of sums, several tasks, sums in several pieces
+        _matmul((1, 67), (67, 1)),
+        _matmul((1, 75), (75, 130)),
+        _matmul((1, 9), (4200, 9), transpose_b=True),
+        _matmul((1, 8203), (8203, 21)),
+        _matmul((70, 131), (131, 1)),
+        _matmul((8203, 21), (8203, 1), transpose_a=True),
+        _matmul((3, 50, 40), (3, 1, 40), transpose_b=True),
+        _matmul((4, 1, 33), (4, 33, 19)),
     ),
     draw=_draw,
     bad=(
