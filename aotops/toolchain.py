@@ -322,6 +322,8 @@ def _run_behind_links(command: Sequence[str], what: str, announced: bool) -> str
             return f"{option}{folders[folder]}/{name}"
 
         words = [plain(*word) for word in _with_option(command)]
+        if _FOR_LINKER.search(links) and any(word[1] and _misread(word) for word in _with_option(words)):
+            raise CompileError(f"{what} failed: nvcc cannot read a path in {tempfile.gettempdir()!r}: set TMPDIR")
         if any(_FOR_SHELL.search(word) for word in (*words, links)):
             misread = next(word for word in (*words, links) if _FOR_SHELL.search(word))
             raise CompileError(

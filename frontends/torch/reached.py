@@ -4,10 +4,13 @@ digest."""
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import inspect
 import sys
+import sysconfig
+from collections import ChainMap, _tuplegetter  # type: ignore[attr-defined]
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -21,9 +24,10 @@ import torch
 from aotops.library import Library
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, type(...), PurePath, torch.dtype, torch.device)
-_VERSIONED = {"aotops", "torch", "numpy", *sys.stdlib_module_names}
-"""Packages whose functions and classes are known by their names: the key of a cache has their versions, or they do not
-change what an operator is."""
+_VERSIONED = {"aotops", "torch", "numpy"}
+"""Packages whose functions and classes are known by their names, as those of Python are: the key of a cache has their
+versions, or they do not change what an operator is."""
+_PYTHON = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
 _MOST = 10_000
 """Parts of a definition from which it is taken for unknown, which takes some tens of milliseconds."""
 
@@ -40,22 +44,29 @@ class _UnknownError(Exception):
     pass
 
 
+class _Plain:
+    pass
+
+
 class _Walk:
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[bytes, Any]] = {}  # what is kept alive keeps its id
+        self.seen: dict[Any, tuple[bytes, Any]] = {}  # what is kept alive keeps its id
 
     def of(self, part: Any, names: Iterable[str] = ()) -> bytes:
         """``names``: of the code that reaches the part, which may be attributes of a module."""
         if isinstance(part, _VALUES) and not isinstance(part, enum.Enum):
+            if not _is_versioned(type(part)):  # with methods of its own
+                raise _UnknownError
             return _hash(type(part).__qualname__, repr(part))
-        if isinstance(part, ModuleType):
-            return self._module(part, names)
-        if id(part) in self.seen:
-            return self.seen[id(part)][0]
+        if isinstance(part, ModuleType) and _is_versioned(part):
+            return _hash("module", part.__name__)
+        key = id(part) if not isinstance(part, ModuleType) else (id(part), tuple(names))
+        if key in self.seen:
+            return self.seen[key][0]
         if len(self.seen) > _MOST:
             raise _UnknownError
-        self.seen[id(part)] = _hash("again", str(len(self.seen))), part
-        return self._part(part)
+        self.seen[key] = _hash("again", str(len(self.seen))), part
+        return self._module(part, names) if isinstance(part, ModuleType) else self._part(part)
 
     def _part(self, part: Any) -> bytes:
         if isinstance(part, Library):
@@ -77,17 +88,24 @@ class _Walk:
             return self._function(part)
         if isinstance(part, type):
             members = {name: value for name, value in vars(part).items() if not _is_of_class(name, value)}
-            return self._all(part.__qualname__, *part.__bases__, members)
-        if hasattr(part, "__wrapped__"):  # functools.cache
+            return self._all(part.__qualname__, type(part), *part.__bases__, members)
+        if isinstance(part, functools._lru_cache_wrapper):
             return self.of(part.__wrapped__)
         if isinstance(part, (tuple, list)):
-            return self._all(type(part).__name__, *part)
+            return self._all(type(part), getattr(part, "__dict__", None), *part)
         if isinstance(part, (set, frozenset)):
-            return _hash("set", *sorted(self.of(one).hex() for one in part))
+            kind = self._all(type(part), getattr(part, "__dict__", None))
+            return _hash(kind.hex(), *sorted(self.of(one).hex() for one in part))
         if isinstance(part, Mapping):
-            return self._all("map", *(one for pair in part.items() for one in pair))
+            more = getattr(part, "default_factory", None), getattr(part, "__dict__", None)
+            return self._all(type(part), *more, *(one for pair in part.items() for one in pair))
         if is_dataclass(part):
-            return self._all(type(part), *(getattr(part, field.name) for field in fields(part)))
+            named = {field.name: getattr(part, field.name) for field in fields(part)}
+            others = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in named}
+            others = {name: value for name, value in others.items() if not _is_cached_property(type(part), name)}
+            return self._all(type(part), *named.values(), others)
+        if type(part).__basicsize__ > _Plain.__basicsize__:  # it has more than its attributes
+            raise _UnknownError
         if not _is_versioned(type(part)) and hasattr(part, "__dict__") and not _slots(type(part)):
             return self._all(type(part), vars(part))
         raise _UnknownError
@@ -97,14 +115,12 @@ class _Walk:
 
     def _function(self, function: FunctionType) -> bytes:
         names = sorted(_names(function.__code__))
-        known = function.__globals__
+        known = ChainMap(_imported(function.__code__, function.__globals__), function.__globals__)
         found = [self.of(known[name], names).hex() if name in known else name for name in names]
         enclosed = [self.of(value, names).hex() for value in _contents(function)]
         return _hash(self.of(function.__code__).hex(), *found, "enclosed", *enclosed)
 
     def _module(self, module: ModuleType, names: Iterable[str]) -> bytes:
-        if _is_versioned(module):
-            return _hash("module", module.__name__)
         found = {name: vars(module)[name] for name in names if name in vars(module)}
         return _hash("module", module.__name__, *(self.of(value, names).hex() for value in found.values()))
 
@@ -129,6 +145,29 @@ def _contents(function: FunctionType) -> list[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # it is empty
             found.append(cell.cell_contents)
+    own = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
+    return [*found, own] if own else found
+
+
+def _imported(code: CodeType, scope: Mapping[str, Any]) -> dict[str, ModuleType]:
+    """The modules that a function imports when it is called, by what no name of its own is."""
+    found: dict[str, ModuleType] = {}
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for i, step in enumerate(steps):
+        if step.opname != "IMPORT_NAME":
+            continue
+        level, name = steps[i - 2].argval, step.argval
+        if level:
+            base = (scope.get("__package__") or "").rsplit(".", level - 1)[0]
+            name = f"{base}.{name}" if name else base
+        module = sys.modules.get(name)
+        if module is None and not _is_known(name):
+            raise _UnknownError
+        if module is not None:
+            found[step.argval] = module
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found |= _imported(inner, scope)
     return found
 
 
@@ -140,7 +179,22 @@ def _is_versioned(part: Any) -> bool:
         name = part.__globals__.get("__name__", "")
     else:
         name = part.__module__ or "builtins"
-    return name.partition(".")[0] in _VERSIONED
+    return _is_known(name)
+
+
+@functools.cache
+def _is_known(name: str) -> bool:
+    root = name.partition(".")[0]
+    if root in _VERSIONED:
+        return True
+    if root not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(root), "__file__", None)  # a module of one's own may have the name of Python's
+    return file is None or (file.startswith(_PYTHON) and "site-packages" not in file)
+
+
+def _is_cached_property(kind: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
 
 
 def _slots(kind: type) -> bool:
@@ -155,4 +209,4 @@ _OF_CLASS = (
 
 
 def _is_of_class(name: str, value: Any) -> bool:
-    return name in _OF_CLASS or inspect.isgetsetdescriptor(value)
+    return name in _OF_CLASS or inspect.isgetsetdescriptor(value) or isinstance(value, _tuplegetter)

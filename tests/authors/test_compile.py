@@ -481,6 +481,11 @@ def test_a_folder_of_any_name_has_aotops_itself(package, tmp_path, monkeypatch):
     table.write_text(text.replace('["*.cpp"]', '["a.cu"]\narchs = ["80"]'))
     assert ctypes.CDLL(str(build.build(package))).answer() == 42
     assert ctypes.CDLL(str(aotops.compile(package / "a.cu", arch="80"))).answer() == 42
+    (tmp_path / "more space").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "more space"))
+    (package / "b.cu").write_text("int other() { return 1; }")
+    with pytest.raises(aotops.CompileError, match=r"nvcc cannot read a path in .*/more space': set TMPDIR"):
+        aotops.compile(package / "b.cu", arch="80")
 
 
 @pytest.mark.parametrize(
@@ -528,7 +533,7 @@ def test_the_backend_says_which_setuptools_it_needs(tmp_path):
     (tmp_path / "setuptools").mkdir()
     (tmp_path / "setuptools" / "__init__.py").write_text("setup = None\n")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import aotops.build_backend"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "ImportError: aotops.build_backend needs setuptools 77 or later: pip install" in done.stderr
 

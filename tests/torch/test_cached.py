@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
+from collections import defaultdict, deque
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from aotops.frontends.torch import cached, reached, registered  # noqa: E402
+from aotops.frontends.torch import cached, reached  # noqa: E402
 from aotops.hosting import Foreign  # noqa: E402
 from aotops.op import Rule  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
@@ -39,6 +42,45 @@ class Scaled:
 class Tripled(Scaled):
     def __call__(self, x):
         return x * 3
+
+
+class Wrapped(Scaled):
+    def __init__(self, function, factor):
+        functools.update_wrapper(self, function)
+        super().__init__(factor)
+
+
+class Missing(dict):
+    def __missing__(self, name):
+        return 1
+
+
+class OtherMissing(dict):
+    def __missing__(self, name):
+        return 2
+
+
+def named_tuple(k):
+    class Pair(NamedTuple):
+        a: int
+
+        def scale(self, k=k):
+            return k
+
+    return Pair(1)
+
+
+def with_attribute(k):
+    function = made("def f(x): return x * f.k")
+    function.k = k
+    return function
+
+
+def importing(monkeypatch, source, k):
+    """A function that imports a module when it is called."""
+    found = module(f"def scale(x): return x * {k}")
+    monkeypatch.setitem(sys.modules, "helpers", found)
+    return made(source)
 
 
 def enclosing(value):
@@ -79,6 +121,11 @@ PAIRS = {
     "a function that has the name of torch's": (decorated(made(ONE)), decorated(made(TWO))),
     "the values of a mapping": ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
     "a regular container": ((1, (2, 3)), (1, 2, 3)),
+    "an attribute of an instance that wraps a function": (Wrapped(made(ONE), 1), Wrapped(made(ONE), 2)),
+    "the class of a mapping": (Missing(), OtherMissing()),
+    "the default of a mapping": (defaultdict(made(ONE)), defaultdict(made(TWO))),
+    "the methods of a named tuple": (named_tuple(1), named_tuple(2)),
+    "an attribute of a function": (with_attribute(1), with_attribute(2)),
 }
 
 
@@ -91,7 +138,44 @@ def test_what_is_reached_has_a_digest(what):
     assert [*map(reached.digest, PAIRS[what])] == [first, second]
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), object(), lambda: unknown])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x):\n    import helpers\n    return helpers.scale(x)",
+        "def f(x):\n    from helpers import scale\n    return (lambda: scale(x))()",
+        "def f(x):\n    def g():\n        import helpers as h\n        return h.scale(x)\n    return g()",
+    ],
+)
+def test_what_a_function_imports_has_a_digest(monkeypatch, source):
+    one, other, two = (reached.digest(importing(monkeypatch, source, k)) for k in (1, 1, 2))
+    assert one is not None
+    assert one == other != two
+    monkeypatch.delitem(sys.modules, "helpers")
+    assert reached.digest(made(source)) is None
+
+
+def test_modules_that_import_each_other_have_a_digest():
+    inner = module("def scale(x): return x")
+    outer = module("")
+    outer.inner, inner.outer = inner, outer
+    assert reached.digest(made("def f(x): return outer.inner.scale(x)", outer=outer)) is not None
+
+
+def test_a_module_that_has_the_name_of_one_of_pythons_is_read(monkeypatch):
+    own = types.ModuleType("antigravity")
+    own.__file__ = "/a/folder/antigravity.py"
+    monkeypatch.setitem(sys.modules, "antigravity", own)
+    reached._is_known.cache_clear()
+    digests = {reached.digest(made(source, __name__="antigravity")) for source in (ONE, TWO)}
+    reached._is_known.cache_clear()
+    assert len(digests) == 2
+
+
+class Queue(deque):
+    pass
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), object(), lambda: unknown, Queue([1])])
 def test_what_has_no_digest_is_unknown(value):
     assert reached.digest(enclosing(value)) is None
 
@@ -129,10 +213,11 @@ print([(reached.digest(op) or b"unknown").hex() for op in OPS.values()])
 
 
 def test_a_definition_that_is_unknown_is_of_this_process(monkeypatch, python):
+    monkeypatch.setattr(cached, "dispatched", found := {})  # those of other tests may be unknown
     before = cached.version()
-    monkeypatch.setitem(registered.dispatched, replace(OPS["gelu"], library=None, formula=enclosing(made(ONE))), None)
+    found[replace(OPS["gelu"], library=None, formula=enclosing(made(ONE)))] = None
     known = cached.version()
-    monkeypatch.setitem(registered.dispatched, replace(OPS["gelu"], library=None, formula=lambda: unknown), None)
+    found[replace(OPS["gelu"], library=None, formula=lambda: unknown)] = None
     assert len({before, known, cached.version()}) == 3
     assert cached.version().endswith(cached._of_process())
     assert cached._of_process() not in python("from aotops.frontends.torch import cached; print(cached._of_process())")
