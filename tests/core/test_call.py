@@ -711,9 +711,7 @@ def test_a_struct_with_another_order_of_members_is_refused(monkeypatch, struct):
         module.lib.__wrapped__()
 
 
-@pytest.mark.parametrize(("symbol", "version"), [("aot_call_structs", 4), ("aot_torch_structs", 13)])
-def test_structs_of_another_version_are_refused(symbol, version):
-    call.check_structs(symbol, version, [])
-    expected = rf"libaotops.so: {symbol}: version is {version}, expected {version + 1}: rebuild it"
-    with pytest.raises(library.LibraryError, match=expected):
-        call.check_structs(symbol, version + 1, [])
+@pytest.mark.parametrize("symbol", ["aot_call_structs", "aot_torch_structs"])
+def test_structs_of_another_version_are_refused(symbol):
+    with pytest.raises(library.LibraryError, match=rf"libaotops.so: {symbol}: version is \d+, expected 0: rebuild it"):
+        call.check_structs(symbol, 0, [])
