@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -47,7 +48,12 @@ def main() -> None:
 
 def load(section: str) -> Result:
     """The record of a section: those of the CPU have the section's name."""
-    return json.loads((RESULTS / f"{section if section.startswith('cpu') else 'h200'}.json").read_text())
+    return _record(section if section.startswith("cpu") else "h200")
+
+
+@cache
+def _record(name: str) -> Result:
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def written(page: str) -> str:
@@ -230,8 +236,8 @@ def ahead(result: Result) -> str:
     table = Table(result, text, ("us", "peer's us", "rate"))
     peers: dict[tuple[Any, ...], Row] = {}
     for row in sorted(table.find("others"), key=lambda row: row["us"]):
-        peers.setdefault(_case(row), row)
-    compared = [(row, peers[_case(row)]) for row in table.find("aotops") if _case(row) in peers]
+        peers.setdefault(cpu.case(row), row)
+    compared = [(row, peers[cpu.case(row)]) for row in table.find("aotops") if cpu.case(row) in peers]
     counts = []
     for small in (False, True):
         of_size = [(row, peer) for row, peer in compared if _is_small(row) == small]
@@ -250,10 +256,6 @@ def _names(row: Row) -> list[str]:
 
 def _digits(us: float) -> str:
     return f"{us:.2f}" if us < 100 else f"{us:.0f}"
-
-
-def _case(row: Row) -> tuple[Any, ...]:
-    return row["op"], row["variant"], row["pass"], *row["shape"], row["dtype"]
 
 
 def _is_small(row: Row) -> bool:
