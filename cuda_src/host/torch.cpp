@@ -118,9 +118,9 @@ struct Module {
   bool wide_in_autocast;        // autocast has an x of 16 bits computed in 32
   bool reads_contiguous;        // an x that is not contiguous is the original's
   int64_t elements, rows;       // in training an x on a GPU with fewer of both is the original's
-  bool is_product;              // of x and a weight, and no more: what is served is said below
-  int product_device;           // DLPack's, of the products that are served,
-  int product_bits;             // and the most of an element
+  int product_device;           // of a product of x and a weight, and no more, DLPack's number of the device on which
+                                // it is served; else 0
+  int product_bits;             // the most of an element of x in a product that is served
   int64_t uneven_weight;        // elements of a weight from which on sizes that are no multiples of 8 are served
   int64_t fewest_rows;          // of x in a product that is served,
   int64_t most_work;            // and in training the most multiplications of one of other sizes
@@ -709,7 +709,7 @@ bool module_arguments(Module &m, void *self, void *given, void *second, void **a
   if (gate.records_gradients() && gate.made_in_inference(given)) return false;
   if (m.wide_in_autocast && x.bits == 16 && !gate.plain_thread(false)) return false;
   if (m.held && PyDict_GetItemWithError(own, m.held_name) != m.held) return false;
-  if (m.is_product && !is_large_enough(m, x)) return false;
+  if (m.product_device && !is_large_enough(m, x)) return false;
   for (int i = 0; i < m.function->n_inputs + m.function->n_attrs; ++i) {
     void *&argument = arguments[i] = m.values[i];
     switch (m.sources[i]) {
@@ -771,9 +771,10 @@ bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
 // gradient recorded: a checkpoint computes a forward twice.
 bool is_originals(const Module &m, void *self, void *given) {
   DLTensor x;
-  if (!(m.reads_contiguous || m.elements || m.is_product) || type_of(self) != m.type || !is_plain(given)) return false;
+  if (!(m.reads_contiguous || m.elements || m.product_device) || type_of(self) != m.type || !is_plain(given))
+    return false;
   if (torch.exchange->read(given, &x)) return PyErr_Clear(), false;
-  if (m.is_product) return is_originals_product(m, self, x);
+  if (m.product_device) return is_originals_product(m, self, x);
   const Layout layout(x);
   if (m.reads_contiguous && !layout.contiguous) return true;
   if (x.device_type != kDLCuda || layout.size >= m.elements) return false;
@@ -872,8 +873,8 @@ AOT_API const char *aot_torch_structs() {
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
                    constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
       AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, elements, rows,
-                   is_product, product_device, product_bits, uneven_weight, fewest_rows, most_work, held_name, held,
-                   last_size, last_int);
+                   product_device, product_bits, uneven_weight, fewest_rows, most_work, held_name, held, last_size,
+                   last_int);
   return text.c_str();
 }
 

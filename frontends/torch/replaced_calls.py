@@ -42,7 +42,6 @@ LARGE_GELU = {"elements": 1 << 23, "rows": 1 << 23}
 one kernel. For a smaller x the library's kernels save less than its node, of ``autograd.Function``, costs the host
 (docs/lab_notes.md)."""
 PRODUCT = {
-    "is_product": True,
     "wide_in_autocast": True,
     "product_device": 2,  # DLPack's number of CUDA
     "product_bits": 16,
