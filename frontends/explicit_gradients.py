@@ -118,7 +118,7 @@ class ArrayFrontend(ABC):
             if op.transposable:
                 inputs, attrs = op.absorb_transposed_views(inputs, attrs, _contiguous)
             with self.device_of(inputs[0]):
-                prepared = [*self._prepare(op, inputs)]
+                prepared = self._prepare(op, inputs)
                 outs = None if out is None else _Outs(self, op.name, op.outputs, out)
                 mutated = self._mutated(op, inputs, prepared, outs) if op.mutates else ()
                 found = self._run(op, prepared, attrs, op.outputs, outs)
@@ -217,7 +217,7 @@ class ArrayFrontend(ABC):
             given[f"d{x}"] = value
         return given
 
-    def _prepare(self, op: Op, inputs: Arrays) -> Arrays:
+    def _prepare(self, op: Op, inputs: Arrays) -> list[Any]:
         if op.foreign and any(type(value) in NUMBERS for value in inputs):
             model = next((value for value in inputs if type(value) not in NUMBERS), None)
             numbers = [(value, NUMBERS.get(type(value))) for value in inputs]
