@@ -6,7 +6,8 @@
 //            up to 32 KiB     norm_kernel, a row for each block (up to 64 KiB with kMost = 8)    one-shot
 //            2 or 4 times it  norm_kernel, a row for each cluster, if kSplit                     one-shot
 //            up to 512 KiB    norm_long_kernel, a row for each cluster                           persistent
-//   backward up to 512 bytes  norm_backward_kernel, 1 to 4 rows for each warp                    persistent
+//   backward up to 256 of 32  norm_backward_few_kernel, all rows by one block                            one-shot
+//            up to 512 bytes  norm_backward_kernel, 1 to 4 rows for each warp                    persistent
 //            up to 32 KiB     norm_backward_kernel, one or more rows for each block              persistent
 //            up to 512 KiB    norm_backward_kernel, a row for each cluster                       persistent
 //   both     others           norm_any_kernel, norm_backward_any_kernel, norm_partials_any_kernel

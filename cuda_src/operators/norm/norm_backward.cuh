@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/overlap.cuh"
 #include "norm.cuh"
+#include "norm_backward_few.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -391,8 +392,28 @@ Status sum_partials(const char *op, const NormBackwardTensors<N> &a, int64_t sum
                        lines, a.cols);
 }
 
+// The kernel of few rows runs a call that fits it. *done: whether it did.
+template <class Op>
+Status norm_backward_of_few(const Op &op, const Tensor *in, const Tensor *out, void *stream, bool *done) {
+  const Tensor &x = in[Op::kX], &dy = in[Op::kDy], &weight = in[Op::kWeight];
+  const Tensor &dx = out[Op::kDx], &dresidual = slot<Op::kDresidual>(out);
+  const int64_t rows = op.rows(x), cols = op.cols();
+  *done = rows > 0 && rows <= kFewNormRows && cols > 0 && cols <= kFewNormCols && dy.dtype == x.dtype &&
+          (!weight || weight.dtype == x.dtype) && op.weight_rows(weight) == 1;
+  if (!*done) return kOk;
+  FewNormRows few = {dy.data, slot<Op::kDh>(in).data, x.data, weight.data, in[Op::kStatsIn].template as<float>()};
+  few.dx = dx.data, few.dresidual = dresidual.data, few.dweight = out[Op::kDweight].data;
+  few.dbias = out[Op::kDbias].data, few.rows = static_cast<int>(rows), few.cols = static_cast<int>(cols);
+  few.offset = static_cast<float>(op.weight_offset(weight)), few.eps = static_cast<float>(op.eps(x.dtype));
+  few.one_over_cols = 1 / static_cast<float>(cols), few.centred = Op::kCentred;
+  return norm_backward_few(Op::name, x.dtype, few, stream, done);
+}
+
 template <class Op>
 Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
+  bool done = false;
+  AOT_TRY(norm_backward_of_few(op, in, out, stream, &done));
+  if (done) return kOk;
   DeviceLimits device;
   AOT_TRY(device_limits(Op::name, &device));
   const Tensor &x = in[Op::kX], &dy = in[Op::kDy], &weight = in[Op::kWeight], &work = out[Op::kWork];
