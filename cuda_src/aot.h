@@ -23,7 +23,8 @@
 // An output has the dtype that infer gives it, floating or not; one that is not floating has no gradient.
 //
 // An optional slot may be absent; its Tensor then converts to false. The integer attributes "inputs" and "outputs" have
-// bit i set if slot i is present. Without them every input is present, and nparam determines the number of outputs.
+// bit i set if slot i is present: a call that lacks one of these is refused. Without them every input is present, and
+// nparam determines the number of outputs.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -416,7 +417,8 @@ constexpr uint64_t mark_of(const char *name) {
 template <class Op>
 struct Bound final : Marked {
   Op op;
-  int64_t inputs = -1, outputs = -1;  // bit i: slot i is present
+  int64_t inputs = -1, outputs = kUntold;  // bit i: slot i is present
+  static constexpr int64_t kUntold = -1;   // nparam tells how many outputs there are
   static constexpr int n_in = std::size(Op::inputs), n_out = std::size(Op::outputs);
   static constexpr uint64_t kMark = mark_of(Op::name);
 
@@ -525,11 +527,15 @@ int run(const Bound<Op> &bound, Launcher<Op> launch, int nparam, void **params, 
   Tensor in[n_in], out[n_out];
   int n = 0;
   AOT_TRY(bound.read_inputs(nparam, read, in, &n));
-  for (int i = 0; i < n_out && n < nparam; ++i)
-    if (bound.outputs >> i & 1) {
-      AOT_TRY(read(n, Op::outputs[i], &out[i]));
-      ++n;
+  for (int i = 0; i < n_out; ++i) {
+    if (!(bound.outputs >> i & 1)) continue;
+    if (n == nparam) {
+      if (bound.outputs == bound.kUntold) break;
+      return fail(kConventionMisused, "%s: %d tensors given, %s is missing", Op::name, nparam, Op::outputs[i].name);
     }
+    AOT_TRY(read(n, Op::outputs[i], &out[i]));
+    ++n;
+  }
   if (n != nparam) return fail(kConventionMisused, "%s: %d tensors given, expected %d", Op::name, nparam, n);
   // 2. check
   Spec expected[n_out];

@@ -600,11 +600,10 @@ Outcome spoil(Call &call, void **extra, std::vector<std::unique_ptr<Extra>> &kep
       return call.nparam == 0 && call.given.empty() ? kEither : kRefused;
     case 6:
       --call.nparam;
-      if (call.given.back().slot.workspace && flip()) {
-        call.attrs = call.attrs_without_workspace();
-        kept.push_back(std::make_unique<Extra>(call.attrs)), *extra = kept.back()->pointer;
-      }
-      return call.given.back().slot.optional || call.given.back().slot.workspace ? kEither : kRefused;
+      if (!call.given.back().slot.workspace || flip()) return kRefused;
+      call.attrs = call.attrs_without_workspace();
+      kept.push_back(std::make_unique<Extra>(call.attrs)), *extra = kept.back()->pointer;
+      return kEither;
     case 7:
       if (g.shape.empty()) return kNothingDone;
       call.shapes[i] = nullptr;

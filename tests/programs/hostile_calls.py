@@ -156,8 +156,7 @@ def of_arrays(call: Call) -> Iterator[Wrong]:
     n, last = len(call.slots), call.slots[-1]
     for count in (0, -1, INT_MIN, n + 1, INT_MAX):
         yield Wrong(f"nparam = {count}", lambda c, count=count: setattr(c, "n", count), "tensors given")
-    missing = None if call.op.is_optional(last) else f"{last} is missing"
-    yield Wrong(f"nparam without {last}", lambda c: setattr(c, "n", c.n - 1), missing)
+    yield Wrong(f"nparam without {last}", lambda c: setattr(c, "n", c.n - 1), f"{last} is missing")
     for name in ("params", "ndims", "shapes", "dtypes"):
         yield Wrong(f"{name} is null", lambda c, name=name: setattr(c, name, None), name)
     yield Wrong("extra is null", lambda c: setattr(c, "extra_is_null", True), None)
@@ -218,11 +217,8 @@ def of_attributes(call: Call) -> Iterator[Wrong]:
             yield Wrong(f"{name} = {value!r}", text(**{name: value}), name)
         yield Wrong(f"{name} = 0", text(**{name: "0"}), f"{slots[0]}|expected")
         for i, slot in enumerate(slots):
-            changed = text(**{name: str(int(lines[name]) ^ 1 << i)})
-            if slot in call.slots:
-                yield Wrong(f"{name} without {slot}", changed, "")
-            else:
-                yield Wrong(f"{name} with {slot}", changed, None)
+            title = f"{name} {'without' if slot in call.slots else 'with'} {slot}"
+            yield Wrong(title, text(**{name: str(int(lines[name]) ^ 1 << i)}), "")
 
 
 def right_ones(call: Call) -> Iterator[Wrong]:
