@@ -166,6 +166,8 @@ Status gemm_unaligned_on_hopper(const char *op, const GemmParams &gemm, cudaStre
   *done = false;
   const bool unaligned = cutlass_supports(gemm) && !gemm.adds && has_lines(gemm) && !has_vectors(gemm);
   if (!unaligned || requires_cublaslt(gemm) || gemm.count > 0x7fffffff) return kOk;
+  const bool epilogue = gemm.bias || gemm.activation || gemm.pre_activation;
+  if (epilogue && (gemm.a.transposed || !gemm.b.transposed)) return kOk;
 #ifdef AOT_HAVE_SM90
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));

@@ -6,7 +6,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// Every layout, c in the operands' dtype; pre_activation is stored if it is not null.
+// Every layout, c in the operands' dtype; an epilogue only with K-major operands, as linear's forward has them.
 Status gemm_unaligned_sm90(const char *op, const GemmParams &gemm, int multiprocessors, cudaStream_t stream);
 
 }  // namespace AOT_ISA

@@ -14,6 +14,7 @@
 #include "activation.cuh"
 #include "cuda/launch.cuh"
 #include "gemm_unaligned.h"
+#include "row_stores.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -21,11 +22,10 @@ namespace {
 
 constexpr int kUnalignedTile = 128;  // rows and columns of a tile
 
-// A warp has 16 rows of each half of a tile. It puts them in order in shared memory, each as far from a multiple of 16
-// bytes as it is in c, and stores them from there: the whole vectors of two rows at once, then what is left at the ends
-// of all rows, in words of 2, 4 and 8 bytes.
-template <typename T>
-class RowStores {
+// A warp has 16 rows of each half of a tile. kActivates: whether there may be a bias, an activation or a
+// pre-activation.
+template <typename T, bool kActivates>
+class RowEpilogue {
  public:
   using Row = cute::Stride<int64_t, cute::_1, int64_t>;
   // These CUTLASS asks of an epilogue.
@@ -40,11 +40,11 @@ class RowStores {
   using GmemTiledCopyC = void;
   using GmemTiledCopyD = void;
 
-  static constexpr int kVector = 8, kLine = (kUnalignedTile + kVector) / 2;  // elements; words
+  using Stores = RowStores<T, kUnalignedTile>;
 
   // The operands' tiles follow, which are swizzled in units of 1024 bytes.
   struct SharedStorage {
-    alignas(1024) uint32_t words[4][16][kLine];  // of each warp and row
+    alignas(1024) typename Stores::Words words[4];  // of each warp
   };
   struct Arguments {
     T *c, *pre_activation;
@@ -72,7 +72,7 @@ class RowStores {
     return true;
   }
 
-  CUTLASS_HOST_DEVICE explicit RowStores(const Params &params) : p_(params) {}
+  CUTLASS_HOST_DEVICE explicit RowEpilogue(const Params &params) : p_(params) {}
 
   // sums: of a thread, ((2 columns, 2 rows, 16 times 8 columns), 2 halves of the tile).
   template <class Problem, class Shape, class Coordinates, class Engine, class Layout, class Mma, class Left>
@@ -81,10 +81,10 @@ class RowStores {
                                  char *shared) const {
     static_assert(decltype(cute::size(sums))::value == 2 * kSums, "two products of 64 x 128 a warpgroup");
     const int rows = cute::get<0>(left), columns = cute::get<1>(left), warp = thread / 32;
-    auto &words = reinterpret_cast<SharedStorage *>(shared)->words[warp];
+    const Stores stores{reinterpret_cast<SharedStorage *>(shared)->words[warp], p_.stride};
     const int64_t column = int64_t{cute::get<1>(at)} * kUnalignedTile;
     uint32_t bias[kSums / 4] = {};
-    if (p_.bias) load_bias(bias, p_.bias + column, columns);
+    if (kActivates && p_.bias) load_bias(bias, p_.bias + column, columns);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = half * 64 + warp * 16;  // the warp's first
@@ -93,16 +93,17 @@ class RowStores {
       float v[kSums];
 #pragma unroll
       for (int i = 0; i < kSums; ++i) v[i] = sums(half * kSums + i);
-      if (p_.bias) add_bias(v, bias);
-      if (p_.pre_activation) store(v, words, p_.pre_activation + first, rows - row, columns);
-      activate_all(v);
-      store(v, words, p_.c + first, rows - row, columns);
+      if constexpr (kActivates) {
+        if (p_.bias) add_bias(v, bias);
+        if (p_.pre_activation) stores.store(v, p_.pre_activation + first, rows - row, columns);
+        activate_all(v);
+      }
+      stores.store(v, p_.c + first, rows - row, columns);
     }
   }
 
  private:
-  static constexpr int kSums = 64;
-  using Words = uint32_t[16][kLine];
+  static constexpr int kSums = Stores::kSums;
 
   // The first of the two neighbouring columns that sums 4 j to 4 j + 3 have, in two rows.
   static CUTLASS_DEVICE int column_of(int j) { return j * 8 + threadIdx.x % 4 * 2; }
@@ -145,85 +146,12 @@ class RowStores {
     for (float &x : v) x = activate<__half>(x, activation);
   }
 
-  // rows, columns: those of c from `to` on, of which some may be beyond the tile.
-  CUTLASS_DEVICE void store(const float (&v)[kSums], Words &words, T *to, int rows, int columns) const {
-    columns = min(columns, kUnalignedTile);
-    put(v, words, to);
-    __syncwarp();
-    store_vectors(words, to, rows, columns);
-    store_ends(words, to, rows, columns);
-    __syncwarp();
-  }
-
-  // How many elements are between a row's first and the aligned vector's in which it lies.
-  static CUTLASS_DEVICE int skipped(const T *row) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVector);
-  }
-
-  // A thread's two rows are 8 apart, so that as many elements are skipped in both.
-  CUTLASS_DEVICE void put(const float (&v)[kSums], Words &words, const T *to) const {
-    const int lane = threadIdx.x % 32, skips = skipped(to + lane / 4 * p_.stride);
-    auto pair = [&](int j, int i) { return narrow_word(v[4 * j + 2 * i], v[4 * j + 2 * i + 1], T()); };
-    uint32_t *at = &words[lane / 4][lane % 4 + skips / 2];
-    if ((p_.stride | skipped(to)) % 2 == 0) {
-#pragma unroll
-      for (int j = 0; j < kSums / 4; ++j)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) at[8 * i * kLine + 4 * j] = pair(j, i);
-      return;
-    }
-    // In an odd row a word has the second element of the pair before, which another lane has, and the pair's first.
-    const int from = lane / 4 * 4 + (lane + 3) % 4;
-    const uint32_t order = skips % 2 ? 0x5432 : 0x7654;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t last = 0;
-#pragma unroll
-      for (int j = 0; j < kSums / 4; ++j) {
-        const uint32_t own = pair(j, i), before = __shfl_sync(~0u, lane % 4 == 3 ? last : own, from);
-        at[8 * i * kLine + 4 * j] = __byte_perm(before, own, order);
-        last = own;
-      }
-      const uint32_t before = __shfl_sync(~0u, last, from);
-      if (lane % 4 == 0) at[8 * i * kLine + kUnalignedTile / 2] = before >> 16;
-    }
-  }
-
-  CUTLASS_DEVICE void store_vectors(const Words &words, T *to, int rows, int columns) const {
-    const int lane = threadIdx.x % 32, second = lane / 16;
-    T *row = to + second * p_.stride;
-#pragma unroll
-    for (int i = 0; i < 16; i += 2, row += 2 * p_.stride) {
-      const int skips = skipped(row), vector = lane % 16 + (skips > 0);
-      const uint4 v = *reinterpret_cast<const uint4 *>(&words[i + second][4 * vector]);
-      if (i + second < rows && kVector * (vector + 1) <= skips + columns)
-        *reinterpret_cast<uint4 *>(row - skips + kVector * vector) = v;
-    }
-  }
-
-  // What is no whole vector: a lane has a row's first elements or its last.
-  CUTLASS_DEVICE void store_ends(const Words &words, T *to, int rows, int columns) const {
-    const int lane = threadIdx.x % 32, row = lane % 16, skips = skipped(to + row * p_.stride), end = skips + columns;
-    if (row >= rows) return;
-    auto *line = reinterpret_cast<uint16_t *>(to + row * p_.stride) - skips;
-    const auto *from = reinterpret_cast<const uint16_t *>(words[row]);
-    auto copy = [&](int at, auto word) {
-      using Word = decltype(word);
-      *reinterpret_cast<Word *>(line + at) = *reinterpret_cast<const Word *>(from + at);
-    };
-    const bool first = lane < 16;
-    if (end < kVector) {
-      for (int at = skips; first && at < end; ++at) copy(at, uint16_t());
-      return;
-    }
-    const int count = first ? -skips & 7 : end & 7, begin = first ? skips : end - count;
-    if (count & 1) copy(first ? begin : begin + (count & 6), uint16_t());
-    if (count & 2) copy(first ? begin + (count & 1) : begin + (count & 4), uint32_t());
-    if (count & 4) copy(first ? begin + (count & 3) : begin, uint2());
-  }
-
   Params p_;
 };
+
+// Operands that are both K-major, as linear's forward has them.
+template <bool kTransposedA, bool kTransposedB>
+constexpr bool kForward = !kTransposedA && kTransposedB;
 
 // Tiles of 128 x 128 by ping-pong warpgroups, in clusters of two blocks that share columns of b.
 template <typename T, bool kTransposedA, bool kTransposedB>
@@ -234,11 +162,12 @@ struct UnalignedKernel {
   using Column = cutlass::layout::ColumnMajor;
   using Tile = cute::Shape<cute::Int<kUnalignedTile>, cute::Int<kUnalignedTile>, cute::_64>;
   using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
-  using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<RowStores<T>>;
+  using Rows = RowEpilogue<T, kForward<kTransposedA, kTransposedB>>;
+  using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<Rows>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, E, std::conditional_t<kTransposedA, Column, Row>, kAligned,
       E, std::conditional_t<kTransposedB, Column, Row>, kAligned, float, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename RowStores<T>::SharedStorage))>,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Rows::SharedStorage))>,
       cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
   using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
