@@ -67,17 +67,17 @@ inline CUtensorMapDataType map_type(DType dtype) {
 }
 
 // A tensor (size[n - 1], ..., size[0]) with `step` elements from one index to the next along each axis but the last,
-// loaded in boxes of `box` elements.
+// loaded in boxes of `box` elements. Without a swizzle a box's rows have any length of 16 bytes' multiples.
 template <int n>
 bool map_tiled(CUtensorMap *map, DType dtype, const void *data, const uint64_t (&size)[n], const int64_t (&step)[n - 1],
-               const uint32_t (&box)[n]) {
+               const uint32_t (&box)[n], CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   uint64_t stride[n - 1];
   uint32_t ones[n];
   for (int i = 0; i < n - 1; ++i) stride[i] = step[i] * itemsize(dtype);
   for (uint32_t &one : ones) one = 1;
   return TensorMaps::get().tiled(map, map_type(dtype), n, const_cast<void *>(data), size, stride, box, ones,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace AOT_ISA

@@ -16,9 +16,9 @@ inline namespace AOT_ISA {
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
-// A matrix descriptor: 128-byte swizzle, groups of 8 rows 1024 bytes apart, adjacent boxes `apart` bytes apart.
-__device__ inline uint64_t wgmma_descriptor(uint32_t address, uint32_t apart) {
-  return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{apart >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
+// A matrix descriptor: 128-byte swizzle, adjacent boxes `apart` bytes apart, and groups of 8 rows.
+__device__ inline uint64_t wgmma_descriptor(uint32_t address, uint32_t apart, uint32_t groups_apart = 1024) {
+  return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{apart >> 4} << 16 | uint64_t{groups_apart >> 4} << 32 |
          uint64_t{1} << 62;
 }
 

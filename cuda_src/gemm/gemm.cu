@@ -5,6 +5,7 @@
 #include "cuda/elementwise.cuh"
 #include "cuda/overlap.cuh"
 #include "cuda/sum_slices.cuh"
+#include "gemm_odd_lines.h"
 #include "gemm_tf32.h"
 #include "gemm_unaligned.h"
 #include "tile.cuh"
@@ -263,6 +264,32 @@ Status gemm_and_activation(const char *op, const GemmParams &g, cudaStream_t str
 }
 
 }  // namespace
+
+Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dweight, void *dbias, cudaStream_t stream,
+                      bool *done) {
+  *done = false;
+#ifdef AOT_HAVE_SM90
+  constexpr double kGain = 0.95;      // of the estimates, which are some percent off
+  if (dbias && !dweight) return kOk;  // whose kernel sums
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  if (limits.major != 9) return kOk;
+  double own = 0, usual = 0, copy = 0;
+  for (const GemmParams *g : {dx, dweight}) {
+    if (!g) continue;
+    if (!odd_lines_supported(*g) || requires_cublaslt(*g)) return kOk;
+    own += odd_lines_time(*g, limits.multiprocessors), usual += aligned_time(*g), copy = copy_time(g->m, g->k);
+  }
+  if (own >= kGain * (usual + copy)) return kOk;
+  AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
+  *done = true;
+  if (dx) AOT_TRY(gemm_odd_lines_sm90(op, *dx, limits.multiprocessors, stream, done));
+  if (!*done || !dweight) return kOk;
+  return gemm_odd_lines_of_t_sm90(op, *dweight, dbias, limits.multiprocessors, stream, done);
+#else
+  return kOk;
+#endif
+}
 
 // The first kernel that supports the GEMM runs it. An activation is applied to the sum before it is rounded, except in
 // 16 bits with AOTOPS_GEMM=cublaslt, where a kernel for the activation follows; relu commutes with rounding, and may

@@ -2,7 +2,7 @@
 
 #include "gemm/activation_backward.cuh"
 #include "gemm/copy_lines.cuh"
-#include "gemm/gemm.h"
+#include "gemm/gemm_odd_lines.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -140,6 +140,13 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
       g.bias = with_bias;
       return gemm(name, g, stream);
     };
+    if (lines.copies_out && !op.activation()) {  // or without the copy
+      const GemmParams of_dx = gemm_params(matmuls.dx(dy.data, dx), op.allow_tf32, nullptr, 0),
+                       of_dweight = gemm_params(matmuls.dweight(dy.data, dweight, adds), op.allow_tf32, nullptr, 0);
+      bool done = false;
+      AOT_TRY(gemm_odd_lines(name, dx ? &of_dx : nullptr, dweight ? &of_dweight : nullptr, dbias.data, stream, &done));
+      if (done) return kOk;
+    }
     Rows<T> dz = {dy.as<T>(), matmuls.out};  // the gradient of the pre-activation
     Rows<const T> z = {nullptr, matmuls.out};
     const bool makes_dz = op.activation() || lines.copies_out;

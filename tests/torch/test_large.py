@@ -171,3 +171,78 @@ def test_a_norm_waits_for_what_the_kernel_before_writes(shape, dtype):
     for _ in range(3):
         graph.replay()
         assert all(map(torch.equal, found, expected))
+
+
+def integers(*shape, begin=0, dtype=torch.bfloat16):
+    """Small ones, of which every sum is exact but for the rounding of the result, behind `begin` others."""
+    random = torch.Generator("cuda").manual_seed(sum(shape))
+    size = begin + torch.Size(shape).numel()
+    flat = torch.randint(-3, 4, (size,), generator=random, device="cuda").to(dtype)
+    return flat[begin:].view(shape)
+
+
+def kernels(f):
+    """The names of the kernels that f runs, and its result."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        results = f()
+        torch.cuda.synchronize()
+    return [event.name() for event in profile.profiler.kineto_results.events()], results
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("begin", [0, 3])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [
+        (8187, 768, 5623),  # lines of dy begin at eight places in 16 bytes
+        (8190, 768, 5622),  # at four
+        (8193, 768, 5620),  # at two
+        (8187, 761, 5623),  # x and weight are copied
+        (1100, 768, 2053),  # too few tiles: dy is copied
+        (8187, 768, 517),
+    ],
+)
+def test_linear_of_odd_sizes(rows, inputs, outputs, begin, dtype):
+    args = [integers(*shape, dtype=dtype).requires_grad_() for shape in [(rows, inputs), (outputs, inputs), (outputs,)]]
+    dy = integers(rows, outputs, begin=begin, dtype=dtype)
+    x, weight, bias = (t.detach().double() for t in args)
+    expected = F.linear(x, weight, bias), dy.double() @ weight, dy.double().mT @ x, dy.double().sum(0)
+    names, (y, *grads) = kernels(lambda: (y := ours.linear(*args), *torch.autograd.grad(y, args, dy)))
+    for got, of in zip((y, *grads), expected, strict=True):
+        assert torch.equal(got, of.to(dtype))
+    for some in [(0,), (1,), (0, 1), (0, 2), (1, 2)]:
+        wanted = torch.autograd.grad(ours.linear(*args), [args[i] for i in some], dy)
+        assert all(torch.equal(got, grads[i]) for got, i in zip(wanted, some, strict=True))
+    device = torch.cuda.get_device_properties(0)
+    if (device.major, device.multi_processor_count) == (9, 132):  # for which the choice is made
+        large = rows > 8000 and outputs > 5000
+        for kernel in ("gemm_odd_lines_kernel", "gemm_odd_lines_of_t_kernel"):
+            assert any(kernel in name for name in names) == large
+        assert any("copy_and_sum" in name for name in names) != large
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+def test_lines_of_odd_sizes_are_apart():
+    """What is in a line of a matrix changes no result of other lines, also where vectors lie across both."""
+    weight, x, bias = (integers(*shape).requires_grad_() for shape in [(5623, 768), (8187, 768), (5623,)])
+    dy = integers(8187, 5623)
+
+    def gradients():
+        return torch.autograd.grad(ours.linear(x, weight, bias), (x, weight, bias), dy)
+
+    dx, dweight, dbias = gradients()
+    dy[1000:1002] = torch.nan
+    of_nan, *_ = gradients()
+    assert of_nan[1000:1002].isnan().all()
+    assert torch.equal(of_nan[:1000], dx[:1000])
+    assert torch.equal(of_nan[1002:], dx[1002:])
+    dy = integers(8187, 5623)
+    for column in (17, 5622):
+        dy[:, column] = torch.inf
+    _, *of_inf = gradients()
+    others = [i for i in range(5623) if i not in (17, 5622)]
+    for got, of in zip(of_inf, (dweight, dbias), strict=True):
+        assert torch.equal(got[others], of[others])

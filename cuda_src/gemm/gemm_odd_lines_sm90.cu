@@ -1,0 +1,233 @@
+// Products a b of 16-bit matrices on Hopper of which a's lines begin anywhere and b's are aligned.
+//
+// TMA wants bases, strides and coordinates along lines that are multiples of 16 bytes. Every eighth line begins alike,
+// every fourth or second one where their length is even, so each class of lines has a tensor map. Its base is rounded
+// down to 16 bytes: its elements come `shift` terms later than they should. A tile has lines of one class, and takes
+// b's lines as many terms later: TMA takes any of them, and zeros for those before the first.
+//
+//   a, step of 64 terms    4 boxes of 64 lines of the class, half of which each block of a pair loads for both
+//   b                      3 boxes of 64 columns and 64 terms
+//   warpgroups 0 and 1     128 lines by 192 columns each: a K-major, b MN-major
+//   warpgroup 2            a thread loads
+//
+// A pair's blocks have neighbouring columns. Of 8192 x 768 results there are 128 tiles, for 132 multiprocessors.
+#include "cuda/pair.cuh"
+#include "cuda/wgmma.cuh"
+#include "gemm_odd_lines.h"
+#include "row_stores.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+namespace {
+
+constexpr int kBox = 64, kBoxBytes = kBox * 128;  // rows of 128 bytes
+constexpr int kRows = kOddRows, kCols = kOddColumns, kStages = 3;
+constexpr int kGroups = 2, kThreads = (kGroups + 1) * 128;
+constexpr int kRowBoxes = kRows / kBox, kColBoxes = kCols / kBox;
+constexpr int kMost = kRowBoxes / kGroups;  // boxes of rows that a warpgroup multiplies
+constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
+constexpr int kPiece = 96;                               // columns that a warp stores at once
+constexpr int kRegisters = 232, kRegistersOfLoads = 40;  // 504 of three threads
+
+struct OddLines {
+  CUtensorMap a[kLineClasses], b;
+  int shift[kLineClasses], lines[kLineClasses], first_tile[kLineClasses];
+  int classes, columns, terms;  // columns of c; terms of the sum
+  int across, items;            // pairs of tiles
+  int64_t c_stride;
+  void *c;
+};
+
+struct Shared {
+  uint8_t boxes[kStages][kStageBytes];                  // swizzled in units of 1024 bytes
+  RowStores<__half, kPiece>::Words words[4 * kGroups];  // of each warp
+  uint64_t full[kStages], empty[kStages];
+};
+constexpr int kShared = sizeof(Shared);
+static_assert(kShared <= 232448, "what a block may request");
+
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+
+template <typename T>
+struct OddLinesBlock {
+  using Stores = RowStores<T, kPiece>;
+  using Sums = float[kMost][kCols / 2];
+
+  const OddLines &p;
+  Shared &shared;
+  int rank;  // of the block in its pair
+
+  // A block's tile, from `row` on of the class's lines.
+  struct Item {
+    int of_class, row, column, left;  // left: lines up to the class's last
+  };
+  template <class F>
+  __device__ void each_item(F f) const {
+    for (int i = blockIdx.x / kPair; i < p.items; i += gridDim.x / kPair) {
+      const int tile = i / p.across;
+      Item at = {0, 0, (i % p.across * kPair + rank) * kCols, 0};
+      while (at.of_class + 1 < p.classes && tile >= p.first_tile[at.of_class + 1]) ++at.of_class;
+      at.row = (tile - p.first_tile[at.of_class]) * kRows, at.left = p.lines[at.of_class] - at.row;
+      f(at);
+    }
+  }
+  __device__ int steps(const Item &at) const { return (p.terms + p.shift[at.of_class] + kBox - 1) / kBox; }
+
+  __device__ uint32_t a_box(int stage) const { return shared_address(shared.boxes[stage]); }
+  __device__ uint32_t b_box(int stage) const { return a_box(stage) + kRowBoxes * kBoxBytes; }
+
+  // ------------------------------------------------------------------------------------------------ the loading thread
+
+  __device__ void load_items() const {
+    constexpr int kOwn = kRows / kPair;  // lines of a that the block loads, for both
+    RingPlace<kStages> place;
+    each_item([&](const Item &at) {
+      const CUtensorMap &map = p.a[at.of_class];
+      const int count = steps(at), row = at.row + rank * kOwn, shift = p.shift[at.of_class];
+#pragma unroll 1
+      for (int step = 0; step < count; ++step, place.next()) {
+        uint64_t *full = &shared.full[place.stage];
+        mbarrier_wait(&shared.empty[place.stage], place.round % 2 ^ 1);
+        mbarrier_expect(full, kStageBytes);
+        tma_load_for_pair(map, a_box(place.stage) + rank * kOwn * 128, full, step * kBox, row);
+#pragma unroll
+        for (int j = 0; j < kColBoxes; ++j)
+          tma_load(p.b, b_box(place.stage) + j * kBoxBytes, full, at.column + j * kBox, step * kBox - shift);
+      }
+    });
+  }
+
+  // ------------------------------------------------------------------------------------------ warpgroups that multiply
+
+  __device__ void compute_items(int group) const {
+    RingPlace<kStages> place;
+    each_item([&](const Item &at) {
+      Sums sum;
+      mainloop(group, at, place, sum);
+      const Stores stores{shared.words[threadIdx.x / 32], p.c_stride * p.classes};
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        const int row = (group * kMost + i) * kBox + threadIdx.x / 32 % 4 * 16;
+        T *to = static_cast<T *>(p.c) + (int64_t{at.row + row} * p.classes + at.of_class) * p.c_stride + at.column;
+#pragma unroll
+        for (int j = 0; j < kCols / kPiece; ++j) {
+          float v[kPiece / 2];
+#pragma unroll
+          for (int e = 0; e < kPiece / 2; ++e) v[e] = sum[i][j * kPiece / 2 + e];
+          if (at.column + j * kPiece < p.columns)
+            stores.store(v, to + j * kPiece, at.left - row, p.columns - at.column - j * kPiece);
+        }
+      }
+    });
+  }
+
+  __device__ void mainloop(int group, const Item &at, RingPlace<kStages> &place, Sums &sum) const {
+    using Mma = Wgmma<T, kCols, false, true>;
+    auto release = [&](int stage) {
+      const int other = threadIdx.x % 128;
+      if (other < kPair) arrive_in_block(&shared.empty[stage], other);
+    };
+    const int count = steps(at);
+    int before = 0;
+    mbarrier_wait(&shared.full[place.stage], place.round % 2);
+    clear(group, place.stage, p.shift[at.of_class]);
+#pragma unroll 1
+    for (int step = 0; step < count; ++step, place.next()) {
+      const int stage = place.stage;
+      mbarrier_wait(&shared.full[stage], place.round % 2);
+      const uint32_t a = a_box(stage) + group * kMost * kBoxBytes, b = b_box(stage);
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) fence_registers(sum[i]);
+      wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int i = 0; i < kMost; ++i)  // the next 16 terms are 32 bytes on in a's rows, and 16 rows on in b's
+          Mma::run(wgmma_descriptor(a + i * kBoxBytes + k * 32, kBoxBytes),
+                   wgmma_descriptor(b + k * 16 * 128, kBoxBytes), sum[i], step + k > 0);
+      wgmma_end();
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) fence_registers(sum[i]);
+      wgmma_wait<1>();
+      if (step > 0) release(before);
+      before = stage;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) fence_registers(sum[i]);
+    release(before);
+  }
+
+  // Clears a row's first elements, which are of the line before: an infinite one times b's zeros would be NaN.
+  __device__ void clear(int group, int stage, int shift) const {
+    static_assert(kMost * kBox == 128, "a thread has a row of its warpgroup's");
+    if (!shift) return;
+    const int row = threadIdx.x % 128;
+    auto *first = reinterpret_cast<uint32_t *>(shared.boxes[stage] + group * kMost * kBoxBytes + row * 128 +
+                                               row % 8 * 16);  // swizzled
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (2 * i < shift) first[i] = 2 * i + 1 < shift ? 0 : first[i] & 0xffff0000;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+  }
+};
+
+#endif
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1) gemm_odd_lines_kernel(const __grid_constant__ OddLines p) {
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+  extern __shared__ __align__(1024) uint8_t dynamic[];
+  Shared &shared = *reinterpret_cast<Shared *>(dynamic);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i)
+      mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], kGroups * kPair);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  cluster_barrier();
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
+  const OddLinesBlock<T> block{p, shared, static_cast<int>(blockIdx.x) % kPair};
+  if (group < kGroups) {
+    take_registers<kRegisters>();
+    block.compute_items(group);
+  } else {
+    give_registers<kRegistersOfLoads>();
+    if (threadIdx.x == kGroups * 128) block.load_items();
+    __syncwarp();
+  }
+  cluster_barrier();  // the other block arrives at this one's barriers
+#else
+  __trap();  // compiled for other architectures, never launched there
+#endif
+}
+
+}  // namespace
+
+Status gemm_odd_lines_sm90(const char *op, const GemmParams &g, int multiprocessors, cudaStream_t stream, bool *done) {
+  *done = false;
+  if (!TensorMaps::get().tiled) return kOk;
+  OddLines p = {};
+  p.classes = line_classes(g.a.stride), p.columns = static_cast<int>(g.n), p.terms = static_cast<int>(g.k);
+  p.c = g.c.data, p.c_stride = g.c.stride;
+  int tiles = 0;
+  for (int i = 0; i < p.classes; ++i) {
+    p.shift[i] = first_of_class(g.a, i);
+    p.lines[i] = static_cast<int>(ceil_div(g.m - i, p.classes)), p.first_tile[i] = tiles;
+    tiles += static_cast<int>(ceil_div(p.lines[i], kRows));
+    const void *base = static_cast<const uint16_t *>(g.a.data) + i * g.a.stride - p.shift[i];
+    const uint64_t size[] = {uint64_t(g.k + p.shift[i]), uint64_t(p.lines[i])};
+    if (!map_tiled<2>(&p.a[i], g.dtype, base, size, {p.classes * g.a.stride}, {kBox, kRows / kPair})) return kOk;
+  }
+  const uint64_t size[] = {uint64_t(g.n), uint64_t(g.k)};
+  if (!map_tiled<2>(&p.b, g.dtype, g.b.data, size, {g.b.stride}, {kBox, kBox})) return kOk;
+  p.across = static_cast<int>(ceil_div(g.n, kCols * kPair)), p.items = tiles * p.across;
+  *done = true;
+  auto *kernel = g.dtype == DType::bfloat16 ? gemm_odd_lines_kernel<__nv_bfloat16> : gemm_odd_lines_kernel<__half>;
+  const unsigned blocks = std::min(p.items, multiprocessors / kPair) * kPair;
+  return launch_kernel(op, kernel, {blocks, kThreads, kShared, kPair}, stream, p);
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
