@@ -278,7 +278,8 @@ Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dw
   for (const GemmParams *g : {dx, dweight}) {
     if (!g) continue;
     if (!odd_lines_supported(*g) || requires_cublaslt(*g)) return kOk;
-    own += odd_lines_time(*g, limits.multiprocessors), usual += aligned_time(*g), copy = copy_time(g->m, g->k);
+    own += odd_lines_time(*g, limits.multiprocessors, odd_lines_slices(*g, limits.multiprocessors));
+    usual += aligned_time(*g), copy = copy_time(g->m, g->k);
   }
   if (own >= kGain * (usual + copy)) return kOk;
   AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps

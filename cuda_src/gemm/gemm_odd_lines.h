@@ -27,7 +27,7 @@ constexpr int kOddRows = 256, kOddColumns = 192, kOddRowsOfT = 128, kOddColumnsO
 Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dweight, void *dbias, cudaStream_t stream,
                       bool *done);
 
-// Runs a b. *done: whether the driver has encoded the tensor maps.
+// Runs a b, whose sums it takes in odd_lines_slices(). *done: whether the driver has encoded the tensor maps.
 Status gemm_odd_lines_sm90(const char *op, const GemmParams &gemm, int multiprocessors, cudaStream_t stream,
                            bool *done);
 // Runs a^T b, and sums a's columns in the operands' dtype, if column_sums is not null.
@@ -47,15 +47,27 @@ inline bool odd_lines_supported(const GemmParams &g) {
 
 // Estimates in microseconds, as an H200 takes them, decide between these products and usual ones with a copy
 // (docs/lab_notes.md, products of odd sizes). A block's tile takes as long as its terms, and a little for its ends.
-inline double odd_lines_time(const GemmParams &g, int multiprocessors) {
-  constexpr double kTerm = 0.0181, kTermOfT = 0.0125, kEnds = 7;
+// Slices of a b's sums are written to the workspace and read again.
+inline double odd_lines_time(const GemmParams &g, int multiprocessors, int slices) {
+  constexpr double kTerm = 0.0181, kTermOfT = 0.0125, kEnds = 7, kPartial = 2.7e-6;
   const bool t = g.a.transposed;
   int64_t rows = 0;
   if (t) rows = ceil_div(g.m, 2 * kOddRowsOfT);
   const int classes = line_classes(g.a.stride);
   for (int i = 0; i < classes && !t; ++i) rows += ceil_div(ceil_div(g.m - i, classes), kOddRows);
-  const int64_t pairs = rows * ceil_div(g.n, t ? kOddColumnsOfT : 2 * kOddColumns);
-  return ceil_div(pairs, multiprocessors / 2) * (g.k * (t ? kTermOfT : kTerm) + kEnds);
+  const int64_t pairs = rows * ceil_div(g.n, t ? kOddColumnsOfT : 2 * kOddColumns) * slices;
+  const double partials = slices > 1 ? 4 + kPartial * slices * g.m * g.n : 0;
+  return ceil_div(pairs, multiprocessors / 2) * (g.k / slices * (t ? kTermOfT : kTerm) + kEnds) + partials;
+}
+// The slices of the sums of a b that take the least time, of those that the workspace has room for.
+inline int odd_lines_slices(const GemmParams &g, int multiprocessors) {
+  constexpr int64_t kMost = 8, kFewestTerms = 512;
+  int64_t most = g.a.transposed || g.n % 8 || g.c.stride != g.n ? 1 : std::min(kMost, g.k / kFewestTerms);
+  most = std::min<int64_t>(most, g.workspace_bytes / (g.m * g.n * int64_t{sizeof(float)}));
+  int best = 1;
+  for (int i = 2; i <= most; ++i)
+    if (odd_lines_time(g, multiprocessors, i) < odd_lines_time(g, multiprocessors, best)) best = i;
+  return best;
 }
 inline double aligned_time(const GemmParams &g) { return 2e-6 * g.m * g.n * g.k / 700; }     // 700 TFLOP/s
 inline double copy_time(int64_t lines, int64_t line) { return 3 + 1.05e-6 * lines * line; }  // once read, once written

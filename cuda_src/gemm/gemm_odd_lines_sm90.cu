@@ -10,8 +10,10 @@
 //   warpgroups 0 and 1     128 lines by 192 columns each: a K-major, b MN-major
 //   warpgroup 2            a thread loads
 //
-// A pair's blocks have neighbouring columns. Of 8192 x 768 results there are 128 tiles, for 132 multiprocessors.
+// A pair's blocks have neighbouring columns. Of 8192 x 768 results there are 128 tiles, for 132 multiprocessors. Where
+// there are fewer, blocks take slices of the sums, which another kernel adds.
 #include "cuda/pair.cuh"
+#include "cuda/sum_slices.cuh"
 #include "cuda/wgmma.cuh"
 #include "gemm_odd_lines.h"
 #include "row_stores.cuh"
@@ -33,9 +35,11 @@ struct OddLines {
   CUtensorMap a[kLineClasses], b;
   int shift[kLineClasses], lines[kLineClasses], first_tile[kLineClasses];
   int classes, columns, terms;  // columns of c; terms of the sum
-  int across, items;            // pairs of tiles
+  int across, slices, items;    // pairs of tiles; of a sum; of all pairs' slices
   int64_t c_stride;
   void *c;
+  float *partials;  // (slices, rows, columns), instead of c; or null
+  int64_t slice;    // the elements of a slice's
 };
 
 struct Shared {
@@ -60,18 +64,20 @@ struct OddLinesBlock {
   // A block's tile, from `row` on of the class's lines.
   struct Item {
     int of_class, row, column, left;  // left: lines up to the class's last
+    int slice, first, last;           // steps of the sum
   };
   template <class F>
   __device__ void each_item(F f) const {
     for (int i = blockIdx.x / kPair; i < p.items; i += gridDim.x / kPair) {
-      const int tile = i / p.across;
-      Item at = {0, 0, (i % p.across * kPair + rank) * kCols, 0};
+      const int tiles = i / p.slices, tile = tiles / p.across;
+      Item at = {0, 0, (tiles % p.across * kPair + rank) * kCols, 0, i % p.slices};
       while (at.of_class + 1 < p.classes && tile >= p.first_tile[at.of_class + 1]) ++at.of_class;
       at.row = (tile - p.first_tile[at.of_class]) * kRows, at.left = p.lines[at.of_class] - at.row;
+      const int count = (p.terms + p.shift[at.of_class] + kBox - 1) / kBox;
+      at.first = count * at.slice / p.slices, at.last = count * (at.slice + 1) / p.slices;
       f(at);
     }
   }
-  __device__ int steps(const Item &at) const { return (p.terms + p.shift[at.of_class] + kBox - 1) / kBox; }
 
   __device__ uint32_t a_box(int stage) const { return shared_address(shared.boxes[stage]); }
   __device__ uint32_t b_box(int stage) const { return a_box(stage) + kRowBoxes * kBoxBytes; }
@@ -83,9 +89,9 @@ struct OddLinesBlock {
     RingPlace<kStages> place;
     each_item([&](const Item &at) {
       const CUtensorMap &map = p.a[at.of_class];
-      const int count = steps(at), row = at.row + rank * kOwn, shift = p.shift[at.of_class];
+      const int row = at.row + rank * kOwn, shift = p.shift[at.of_class];
 #pragma unroll 1
-      for (int step = 0; step < count; ++step, place.next()) {
+      for (int step = at.first; step < at.last; ++step, place.next()) {
         uint64_t *full = &shared.full[place.stage];
         mbarrier_wait(&shared.empty[place.stage], place.round % 2 ^ 1);
         mbarrier_expect(full, kStageBytes);
@@ -104,6 +110,7 @@ struct OddLinesBlock {
     each_item([&](const Item &at) {
       Sums sum;
       mainloop(group, at, place, sum);
+      if (p.partials) return store_slice(group, at, sum);
       const Stores stores{shared.words[threadIdx.x / 32], p.c_stride * p.classes};
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
@@ -121,16 +128,36 @@ struct OddLinesBlock {
     });
   }
 
+  __device__ void store_slice(int group, const Item &at, const Sums &sum) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = (group * kMost + i) * kBox + threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * half;
+        if (row >= at.left) continue;
+        const int64_t line = int64_t{at.row + row} * p.classes + at.of_class;
+        float *to = p.partials + at.slice * p.slice + line * p.columns + at.column;
+#pragma unroll
+        for (int j = 0; j < kCols / 8; ++j) {
+          const int column = 8 * j + lane % 4 * 2;
+          if (at.column + column < p.columns)
+            *reinterpret_cast<float2 *>(to + column) =
+                make_float2(sum[i][4 * j + 2 * half], sum[i][4 * j + 2 * half + 1]);
+        }
+      }
+  }
+
   __device__ void mainloop(int group, const Item &at, RingPlace<kStages> &place, Sums &sum) const {
     using Mma = Wgmma<T, kCols, false, true>;
     auto release = [&](int stage) {
       const int other = threadIdx.x % 128;
       if (other < kPair) arrive_in_block(&shared.empty[stage], other);
     };
-    const int count = steps(at);
+    const int count = at.last - at.first;
     int before = 0;
     mbarrier_wait(&shared.full[place.stage], place.round % 2);
-    clear(group, place.stage, p.shift[at.of_class]);
+    if (at.first == 0) clear(group, place.stage, p.shift[at.of_class]);
 #pragma unroll 1
     for (int step = 0; step < count; ++step, place.next()) {
       const int stage = place.stage;
@@ -222,11 +249,17 @@ Status gemm_odd_lines_sm90(const char *op, const GemmParams &g, int multiprocess
   }
   const uint64_t size[] = {uint64_t(g.n), uint64_t(g.k)};
   if (!map_tiled<2>(&p.b, g.dtype, g.b.data, size, {g.b.stride}, {kBox, kBox})) return kOk;
-  p.across = static_cast<int>(ceil_div(g.n, kCols * kPair)), p.items = tiles * p.across;
+  p.across = static_cast<int>(ceil_div(g.n, kCols * kPair)), p.slices = odd_lines_slices(g, multiprocessors);
+  p.slice = g.m * g.n;
+  p.items = tiles * p.across * p.slices;
+  if (p.slices > 1) p.partials = static_cast<float *>(g.workspace);
   *done = true;
   auto *kernel = g.dtype == DType::bfloat16 ? gemm_odd_lines_kernel<__nv_bfloat16> : gemm_odd_lines_kernel<__half>;
   const unsigned blocks = std::min(p.items, multiprocessors / kPair) * kPair;
-  return launch_kernel(op, kernel, {blocks, kThreads, kShared, kPair}, stream, p);
+  AOT_TRY(launch_kernel(op, kernel, {blocks, kThreads, kShared, kPair}, stream, p));
+  auto add = [&](auto *c) { return sum_slices<float>(op, p.partials, p.slices, c, p.slice, stream); };
+  if (!p.partials) return kOk;
+  return g.dtype == DType::bfloat16 ? add(static_cast<__nv_bfloat16 *>(p.c)) : add(static_cast<__half *>(p.c));
 }
 
 }  // namespace AOT_ISA
