@@ -47,9 +47,9 @@ inline bool odd_lines_supported(const GemmParams &g) {
 
 // Estimates in microseconds, as an H200 takes them, decide between these products and usual ones with a copy
 // (docs/lab_notes.md, products of odd sizes). A block's tile takes as long as its terms, and a little for its ends.
-// Slices of a b's sums are written to the workspace and read again.
-inline double odd_lines_time(const GemmParams &g, int multiprocessors, int slices) {
-  constexpr double kTerm = 0.0181, kTermOfT = 0.0125, kEnds = 7, kPartial = 2.7e-6;
+// Slices of a b's sums are written to the workspace and read again. Sums of a's columns: with a^T b.
+inline double odd_lines_time(const GemmParams &g, int multiprocessors, int slices, bool column_sums) {
+  constexpr double kTerm = 0.0175, kTermOfT = 0.0136, kWithSums = 1.08, kEnds = 6, kEndsOfT = 1, kPartial = 2.5e-6;
   const bool t = g.a.transposed;
   int64_t rows = 0;
   if (t) rows = ceil_div(g.m, 2 * kOddRowsOfT);
@@ -57,7 +57,8 @@ inline double odd_lines_time(const GemmParams &g, int multiprocessors, int slice
   for (int i = 0; i < classes && !t; ++i) rows += ceil_div(ceil_div(g.m - i, classes), kOddRows);
   const int64_t pairs = rows * ceil_div(g.n, t ? kOddColumnsOfT : 2 * kOddColumns) * slices;
   const double partials = slices > 1 ? 4 + kPartial * slices * g.m * g.n : 0;
-  return ceil_div(pairs, multiprocessors / 2) * (g.k / slices * (t ? kTermOfT : kTerm) + kEnds) + partials;
+  const double term = (t ? kTermOfT : kTerm) * (column_sums ? kWithSums : 1);
+  return ceil_div(pairs, multiprocessors / 2) * (g.k / slices * term + (t ? kEndsOfT : kEnds)) + partials;
 }
 // The slices of the sums of a b that take the least time, of those that the workspace has room for.
 inline int odd_lines_slices(const GemmParams &g, int multiprocessors) {
@@ -66,11 +67,11 @@ inline int odd_lines_slices(const GemmParams &g, int multiprocessors) {
   most = std::min<int64_t>(most, g.workspace_bytes / (g.m * g.n * int64_t{sizeof(float)}));
   int best = 1;
   for (int i = 2; i <= most; ++i)
-    if (odd_lines_time(g, multiprocessors, i) < odd_lines_time(g, multiprocessors, best)) best = i;
+    if (odd_lines_time(g, multiprocessors, i, false) < odd_lines_time(g, multiprocessors, best, false)) best = i;
   return best;
 }
-inline double aligned_time(const GemmParams &g) { return 2e-6 * g.m * g.n * g.k / 700; }     // 700 TFLOP/s
-inline double copy_time(int64_t lines, int64_t line) { return 3 + 1.05e-6 * lines * line; }  // once read, once written
+inline double aligned_time(const GemmParams &g) { return 6 + 2e-6 * g.m * g.n * g.k / 670; }  // 670 TFLOP/s
+inline double copy_time(int64_t lines, int64_t line) { return 3 + 1.05e-6 * lines * line; }   // once read, once written
 
 }  // namespace AOT_ISA
 }  // namespace aot
