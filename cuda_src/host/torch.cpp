@@ -117,13 +117,12 @@ struct Module {
   bool widens;                  // 32-bit parameters serve an x of 16 bits; else their dtype is x's
   bool wide_in_autocast;        // autocast has an x of 16 bits computed in 32
   bool reads_contiguous;        // an x that is not contiguous is the original's
-  int64_t elements, rows;       // in training an x on a GPU with fewer of both is the original's
-  int product_device;           // of a product of x and a weight, and no more, DLPack's number of the device on which
-                                // it is served; else 0
-  int product_bits;             // the most of an element of x in a product that is served
+  int device;                   // DLPack's number of the device that what follows is about
+  int64_t elements, rows;       // in training an x there with fewer of both is the original's
+  int product_bits;             // of a product of x and a weight, and no more, the most of an element of x where it is
+                                // served, which is there alone; else 0
   int64_t uneven_weight;        // elements of a weight from which on sizes that are no multiples of 8 are served
-  int64_t fewest_rows;          // of x in a product that is served,
-  int64_t most_work;            // and in training the most multiplications of one of other sizes
+  int64_t fewest_rows;          // of x in a product that is served
   void *held_name, *held;       // an attribute of the instance that must be this object; null: none
   int64_t last_size;            // of x's last axis, in the last call, and the int; owned. The GIL guards both: without
   void *last_int;               // it Python's tensors are not read here (aotops/call.py)
@@ -709,7 +708,7 @@ bool module_arguments(Module &m, void *self, void *given, void *second, void **a
   if (gate.records_gradients() && gate.made_in_inference(given)) return false;
   if (m.wide_in_autocast && x.bits == 16 && !gate.plain_thread(false)) return false;
   if (m.held && PyDict_GetItemWithError(own, m.held_name) != m.held) return false;
-  if (m.product_device && !is_large_enough(m, x)) return false;
+  if (m.product_bits && !is_large_enough(m, x)) return false;
   for (int i = 0; i < m.function->n_inputs + m.function->n_attrs; ++i) {
     void *&argument = arguments[i] = m.values[i];
     switch (m.sources[i]) {
@@ -746,11 +745,11 @@ bool is_in_training(void *module) {
 }
 
 // Whether a product is the original's. If sizes are multiples of 8, torch's kernels are as fast as those here, but
-// torch records four nodes: such a product is served where the nodes may take the host longer than it takes the GPU.
+// torch records four nodes: such a product is served in training.
 bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
   static void *const weight_name = PyUnicode_InternFromString("weight");
   static void *const requires_grad = PyUnicode_InternFromString("requires_grad");
-  if (x.device_type != m.product_device || x.ndim < 1) return true;
+  if (x.device_type != m.device || x.ndim < 1) return true;
   DLTensor w;
   Ref own = PyObject_GenericGetDict(self, nullptr);
   if (!own) return PyErr_Clear(), false;
@@ -764,28 +763,28 @@ bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
   // of a frozen weight torch saves no x for a backward
   if (is_true(PyObject_GetAttr(weight, requires_grad)) != 1) return PyErr_Clear(), true;
   return !layout.contiguous || !rows.contiguous || !is_large_enough(m, x) || !gate.plain_thread(false) ||
-         rows.size > m.most_work / std::max<int64_t>(w.shape[0], 1) || !is_in_training(self);
+         !is_in_training(self);
 }
 
 // Whether the original's forward serves a call without further questions. What decides is the same with and without a
 // gradient recorded: a checkpoint computes a forward twice.
 bool is_originals(const Module &m, void *self, void *given) {
   DLTensor x;
-  if (!(m.reads_contiguous || m.elements || m.product_device) || type_of(self) != m.type || !is_plain(given))
+  if (!(m.reads_contiguous || m.elements || m.product_bits) || type_of(self) != m.type || !is_plain(given))
     return false;
   if (torch.exchange->read(given, &x)) return PyErr_Clear(), false;
-  if (m.product_device) return is_originals_product(m, self, x);
+  if (m.product_bits) return is_originals_product(m, self, x);
   const Layout layout(x);
   if (m.reads_contiguous && !layout.contiguous) return true;
-  if (x.device_type != kDLCuda || layout.size >= m.elements) return false;
+  if (x.device_type != m.device || layout.size >= m.elements) return false;
   const int64_t columns = x.ndim ? std::max<int64_t>(x.shape[x.ndim - 1], 1) : 1;
   return layout.size / columns < m.rows && is_in_training(self);
 }
 
 // None: the call is left to Python; False: to the original's forward. Null: Python's error is set. `second`: null, or a
-// second argument.
+// second argument, of a norm of both's sum: where the norm is the original's, the sum is Python's.
 void *run_module(Module &m, void *self, void *given, void *second) {
-  if (!second && is_originals(m, self, given)) return PyBool_FromLong(0);
+  if (is_originals(m, self, given)) return second ? finish(kOk) : PyBool_FromLong(0);
   error_is_ours = false;
   void *arguments[2 * kMaxSlots];
   Refs kept;
@@ -859,7 +858,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 14" +
+      "version 15" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -872,9 +871,8 @@ AOT_API const char *aot_torch_structs() {
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
                    constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
-      AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, elements, rows,
-                   product_device, product_bits, uneven_weight, fewest_rows, most_work, held_name, held, last_size,
-                   last_int);
+      AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, device, elements,
+                   rows, product_bits, uneven_weight, fewest_rows, held_name, held, last_size, last_int);
   return text.c_str();
 }
 

@@ -22,7 +22,7 @@ from . import structs
 from .bytecode import Form, Names
 from .registered import builtins
 from .replaced_children import are_instances
-from .replaced_products import LARGE_WEIGHT, MANY_ROWS, MOST_WORK
+from .replaced_products import LARGE_WEIGHT, MANY_ROWS
 
 
 class Call(NamedTuple):
@@ -36,18 +36,19 @@ Source = tuple[str, Any]
 """Where an argument comes from, and its name there, or a constant (``Module`` in cuda_src/host/torch.cpp)."""
 X, LAST_SIZE = ("x", None), ("n", None)
 
-LARGE_NORM = {"elements": 1 << 20, "rows": 1 << 10}
-LARGE_GELU = {"elements": 1 << 23, "rows": 1 << 23}
+CUDA = 2
+"""DLPack's number."""
+LARGE_NORM = {"device": CUDA, "elements": 1 << 20, "rows": 1 << 10}
+LARGE_GELU = {"device": CUDA, "elements": 1 << 23, "rows": 1 << 23}
 """Sizes of an x on a GPU. From one of them on a module in training is served in eager mode, where torch's operator is
 one kernel. For a smaller x the library's kernels save less than its node, of ``autograd.Function``, costs the host
 (docs/lab_notes.md)."""
 PRODUCT = {
     "wide_in_autocast": True,
-    "product_device": 2,  # DLPack's number of CUDA
+    "device": CUDA,
     "product_bits": 16,
     "uneven_weight": LARGE_WEIGHT,
     "fewest_rows": MANY_ROWS,
-    "most_work": MOST_WORK,
 }
 """Which products alone are served (``Module`` in cuda_src/host/torch.cpp)."""
 
@@ -68,8 +69,8 @@ def call_of(original: type, form: Form, names: Names) -> Call | None:
 
 
 def call_of_sum(norm: type, form: Form, names: Names) -> Call | None:
-    """The call of the norm of x and a residual, which returns their sum too, of the parameters of a replaced norm. In
-    training the library's is faster for any size: it saves two kernels and a node (docs/lab_notes.md)."""
+    """The call of the norm of x and a residual, which returns their sum too, of the parameters of a replaced norm, and
+    for as large an x."""
     plain = builtins.get(OPS[f"add_{form.kind}"])
     found = _FORMS[form.kind](names, **form.options)
     if plain is None or found is None:

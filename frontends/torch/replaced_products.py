@@ -14,9 +14,8 @@ from .replaced_dtypes import product_dtype
 from .tensors import READS_TENSORS, is_compiling
 
 ALIKE = "a product alone: torch's uses cuBLASLt too"
-LARGE_WEIGHT, MANY_ROWS, MOST_WORK = 1 << 20, 64, 1 << 34
-"""Elements of a weight, rows of x, and multiplications: at 650 TFLOP/s an H200 takes 53 us for the most, as long as a
-host takes for torch's four nodes (docs/lab_notes.md)."""
+LARGE_WEIGHT, MANY_ROWS = 1 << 20, 64
+"""Elements of a weight, and rows of x."""
 
 
 def pays(x: Tensor, weight: Tensor) -> bool:
