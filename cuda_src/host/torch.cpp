@@ -871,8 +871,8 @@ AOT_API const char *aot_torch_structs() {
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
                    constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
-      AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, device, elements,
-                   rows, product_bits, uneven_weight, fewest_rows, held_name, held, last_size, last_int);
+      AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, device,
+                   elements, rows, product_bits, uneven_weight, fewest_rows, held_name, held, last_size, last_int);
   return text.c_str();
 }
 
