@@ -155,6 +155,10 @@ AOT_BOTH_SIDES HeadRows<T> head_rows(T *data, const AttentionSizes &z, int64_t b
   return {data + (b * seq * heads + h) * dim, heads * dim};
 }
 
+// Tiles of 128 keys of a call's backward in 16 bits on Hopper, at a head_dim of 128: how many two blocks may have, of a
+// call of how many.
+constexpr int64_t kMostShared = 160, kLeastToShare = 64;
+
 struct AttentionAttrs {
   bool causal = false;
   Number scale;
@@ -477,12 +481,18 @@ struct AttentionBackward : AttentionAttrs {
 
   // The floats that a GPU needs for one pass over 16 bits (attention_wgmma_backward.cuh, attention_mma_backward.cuh):
   // for each query, in whole tiles of 128, a row of dq, two numbers and less than one turn; a counter; and alignment.
-  // In float32 (attention_float_sm90.cu) a turn for each tile of at least 32 queries.
+  // In float32 (attention_float_sm90.cu) a turn for each tile of at least 32 queries. In 16 bits, at a head_dim of
+  // 128 and where all queries see all keys, also sums of dk and dv of kMostShared tiles of keys, with 16 numbers each,
+  // and alignment.
   int64_t pass_space(const Spec &q, const Spec &v) const {
     const int64_t columns = std::max(dim(q), dim(v)), of_heads = q.product(0, q.ndim - 3) * heads(q);
     if (!kIsCuda || q.dtype == DType::float64 || columns > (q.dtype == DType::float32 ? 256 : 128)) return 0;
     if (q.dtype == DType::float32) return of_heads * ((seq(q) + 31) / 32);
-    return of_heads * ((seq(q) + 127) / 128 * 128) * ((columns <= 64 ? 64 : 128) + 3) + 64;
+    const int64_t alone = of_heads * ((seq(q) + 127) / 128 * 128) * ((columns <= 64 ? 64 : 128) + 3) + 64;
+    const int64_t tiles = q.product(0, q.ndim - 3) * heads(v) * ((seq(v) + 127) / 128);
+    const bool full = !causal && (!window.n || (window.value[0] < 0 && window.value[1] < 0));
+    const bool shares = full && columns > 64 && tiles >= kLeastToShare;
+    return alone + (shares ? kMostShared * (2 * 128 * 128 + 16) + 32 : 0);
   }
 };
 

@@ -441,13 +441,13 @@ struct WgmmaBlock<T, Shape, WgmmaResult::dkv> {
 // memory, in the order of tiles of keys: `turns` counts for each tile of queries how many have added. The first one
 // stores, and the last one rounds. Blocks take tiles by a counter, and wait for tiles taken before their own alone, so
 // they cannot block each other. launch_one_pass has their order. kSums: steps whose part of dq may be on its way to
-// memory; kHeld: whether fragments of k and v stay in registers.
+// memory; kHeld: whether fragments of k and v stay in registers; kShares: whether two blocks may have a tile of keys.
 template <int kDim_, int kQueries_, int kStages_, int kRowStages_, int kSums_, bool kHeld_>
 struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
   using Base = WgmmaShape<kDim_, 2, kQueries_, kStages_, false>;
   static constexpr int kRowStages = kRowStages_, kSums = kSums_, kWeights = Base::kRows * kQueries_ * 2,
                        kSumsTile = 4 * kQueries_ * kDim_;
-  static constexpr bool kHeld = kHeld_;
+  static constexpr bool kHeld = kHeld_, kShares = kDim_ == 128;
   // Bytes of shared memory: k and v; stages of q and dy; ds twice; sums of dq; stages of lse and delta.
   static constexpr int kAtStages = kRowStages * 2 * Base::kTile,
                        kAtWeights = kAtStages + kStages_ * 2 * Base::kOtherTile;
@@ -467,8 +467,14 @@ struct OnePassSpace {
   int *turns, *next;
   float scale;             // in units of log(2)
   bool rises;              // whether the light tiles of keys are first, but for those of `last_heads`
-  int query_tiles, tiles;  // tiles: of keys, of all heads
+  int query_tiles, tiles;  // tiles: of keys, of all heads, and what is taken of those that two blocks have
   int heads_at_once, last_heads;
+  // With kShares, the tiles from `whole` on, as many as `shared`, have two blocks: first those with the queries behind
+  // the first `cut` tiles of them, then those with these. The warp that ends later adds what the other has left in
+  // `parts`; each has two counts in `arrivals`.
+  int whole, shared, cut;
+  float *parts;
+  int *arrivals;
 };
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
@@ -527,7 +533,10 @@ struct WgmmaOnePass {
   // group are in turn at each: one after another, light tiles would wait at each head for the heaviest.
   struct Keys : WgmmaKeys<Shape> {
     bool rises;
+    int top, part;  // kShares: the first tile of queries; the number among tiles that two blocks have, if >= 0
 
+    Keys() = default;
+    __device__ Keys(const WgmmaKeys<Shape> &of, bool rises) : WgmmaKeys<Shape>(of), rises(rises) {}
     // How many tiles of keys add to dq of the queries of a step before this one, and whether none do after it.
     __device__ int turn(KeyTiles all) const {
       const int own = this->begin / Shape::kRows;
@@ -539,6 +548,11 @@ struct WgmmaOnePass {
   struct Place {
     int is_first, query, h;
   };
+  // The loader's knowledge of a step. query: its first one, or ~ that where all of its queries see all keys; last: its
+  // number among those of the block that are the last to add, or -1; ends: whether it is the last of its tile.
+  struct Note {
+    int query, last, ends;
+  };
   struct Barriers {
     Ring<2> tiles;
     Ring<Shape::kRowStages> rows;
@@ -547,9 +561,7 @@ struct WgmmaOnePass {
     Ring<Shape::kSums> sums;
     Ring<kTurns> ready, added;  // the turns of steps, and what is added
     Keys tile[2];
-    int step[Shape::kStages];  // its first query, or ~ that where all of its queries see all keys
-    int last[Shape::kStages];  // its number among those of the block that are the last to add, or -1
-    int ends[Shape::kStages];  // whether it is the last of its tile
+    Note notes[Shape::kStages];
     Place place[kTurns];
   };
   using At = typename Keys::At;
@@ -583,6 +595,17 @@ struct WgmmaOnePass {
   }
 
   __device__ Keys tile_of(int id) const {
+    if constexpr (!Shape::kShares) return whole_tile(id);
+    const bool is_second = id >= space.whole + space.shared;
+    if (is_second) id -= space.shared;
+    Keys tile = whole_tile(id);
+    tile.part = id - space.whole;
+    int end = tile.of_head, begin = 0;
+    if (tile.part >= 0) (is_second ? end : begin) = min(space.cut, end);
+    tile.top = end - 1, tile.steps = (end - begin) * c.group;
+    return tile;
+  }
+  __device__ Keys whole_tile(int id) const {
     const int others = c.all_heads - space.last_heads;
     const bool is_last = id >= others * c.row_tiles, rises = space.rises && !is_last;
     const int before = is_last ? others : id / (space.heads_at_once * c.row_tiles) * space.heads_at_once;
@@ -601,7 +624,9 @@ struct WgmmaOnePass {
       barriers.tiles.loaded(tiles);
     }
   }
-  __device__ static At start(const Keys &tile) { return {0, tile.rises ? 0 : tile.of_head - 1}; }
+  __device__ static At start(const Keys &tile) {
+    return {0, tile.rises ? 0 : Shape::kShares ? tile.top : tile.of_head - 1};
+  }
   __device__ void go_on(const Keys &tile, At &at) const {
     if (tile.rises) tile.go_on(at);
     else if (++at.of_group == c.group) at = {0, at.tile - 1};
@@ -628,10 +653,9 @@ struct WgmmaOnePass {
       for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
         const int h = tile.kv * c.group + at.of_group, query = tile.query(at);
         barriers.others.wait_empty(steps);
-        barriers.step[steps % Shape::kStages] = tile.whole(at) ? ~query : query;
         const bool is_last = tile.is_last(key_tiles<Shape>(c, query, tile.length));
-        barriers.last[steps % Shape::kStages] = is_last ? lasts++ : -1;
-        barriers.ends[steps % Shape::kStages] = i == tile.steps - 1;
+        barriers.notes[steps % Shape::kStages] = {tile.whole(at) ? ~query : query, is_last ? lasts++ : -1,
+                                                  i == tile.steps - 1};
         uint64_t *const full = barriers.others.fill(steps, 2 * Shape::kOtherTile + Shape::kNumbers);
         load_tile<kDim>(c.q, q_tile(steps), full, kQueries, query, h, tile.b);
         bulk_load(numbers_at(steps), space.numbers + int64_t{query_tile(tile, at)} * 2 * kQueries, Shape::kNumbers,
@@ -715,18 +739,17 @@ struct WgmmaOnePass {
   __device__ float *sums(int query_tile) const { return space.sums + int64_t{query_tile} * (kQueries * kDim); }
 
   // Whether no key of this warpgroup is seen by a query of a part of a step; the same in a warp, for the compiler.
-  __device__ bool hides(const Keys &tile, int group, int i, int part) const {
-    const int query = flag(barriers.step[i % Shape::kStages]), key = tile.begin + 64 * group;
+  __device__ bool hides(const Keys &tile, int group, int query, int part) const {
+    const int key = tile.begin + 64 * group;
     const bool hidden =
         query >= 0 && (key >= tile.last || query + 64 * part + 64 <= WgmmaKeys<Shape>::first_query(c, key));
     return __shfl_sync(~0u, hidden, 0);
   }
-  // A number that the loader has left for a step. The lane that later arrives for its warp reads it.
-  template <typename I>
-  __device__ static I flag(const I &from) {
-    I value = 0;
-    if (lane_index() == 0) value = from;
-    return __shfl_sync(~0u, value, 0);
+  // Read before it is needed: each number takes a load and a shuffle.
+  __device__ Note note(int i) const {
+    Note found = {};
+    if (lane_index() == 0) found = barriers.notes[i % Shape::kStages];
+    return {__shfl_sync(~0u, found.query, 0), __shfl_sync(~0u, found.last, 0), __shfl_sync(~0u, found.ends, 0)};
   }
   __device__ static void clear(uint32_t (&ds)[4][4]) {
 #pragma unroll
@@ -734,7 +757,7 @@ struct WgmmaOnePass {
   }
 
   // Scores of a part of a step become probabilities.
-  __device__ void weigh(const Keys &tile, float (&s)[32], int i, int part) const {
+  __device__ void weigh(const Keys &tile, float (&s)[32], int i, int query, int part) const {
     const float scale = space.scale;
     const float2 *const lse = numbers(i) + part * 32 + lane_index() % 4;
 #pragma unroll
@@ -746,7 +769,6 @@ struct WgmmaOnePass {
         pair[0] = fast_exp2(fmaf(pair[0], scale, -base.x)), pair[1] = fast_exp2(fmaf(pair[1], scale, -base.y));
       }
     }
-    const int query = flag(barriers.step[i % Shape::kStages]);
     if (query >= 0) tile.hide(c, query + 64 * part, s, 0);
   }
   // And these become ds.
@@ -795,8 +817,7 @@ struct WgmmaOnePass {
   }
 
   // Sends this warpgroup's part of dq on its way to memory, or has the last turn.
-  __device__ void add(float (&dq)[32], const Keys &tile, int group, int i) const {
-    const int last = flag(barriers.last[i % Shape::kStages]);
+  __device__ void add(float (&dq)[32], const Keys &tile, int group, int i, int last) const {
     const uint32_t to = sums_tile(i) + group * 16384 + static_cast<int>(threadIdx.x) % 128 * 16;
     barriers.sums.wait_empty(i);
     if (last < 0) {
@@ -875,6 +896,35 @@ struct WgmmaOnePass {
     wait_named(8, 256);
   }
 
+  // A tile has two blocks: adds what the other has summed of this warp's rows, or leaves this block's sums to the
+  // other, and is false then. Two terms have the same sum in either order.
+  __device__ bool gather(float (&dk)[kDim / 2], float (&dv)[kDim / 2], int part) const {
+    int *const arrivals = space.arrivals + (part * 8 + warp_index()) * 2;
+    float4 *const parts = reinterpret_cast<float4 *>(space.parts) + part * (kDim / 4 * 256) + threadIdx.x;
+    int before = 0;
+    if (lane_index() == 0) before = atomicAdd(arrivals, 1);
+    if (__shfl_sync(~0u, before, 0) == 0) {
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        __stcg(parts + n * 256, float4{dk[4 * n], dk[4 * n + 1], dk[4 * n + 2], dk[4 * n + 3]});
+        __stcg(parts + (n + kDim / 8) * 256, float4{dv[4 * n], dv[4 * n + 1], dv[4 * n + 2], dv[4 * n + 3]});
+      }
+      __threadfence();
+      __syncwarp();
+      if (lane_index() == 0) store_release(arrivals + 1, 1);
+      return false;
+    }
+    while (load_acquire(arrivals + 1) == 0) {
+    }
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+      const float4 k = __ldcg(parts + n * 256), v = __ldcg(parts + (n + kDim / 8) * 256);
+      dk[4 * n] += k.x, dk[4 * n + 1] += k.y, dk[4 * n + 2] += k.z, dk[4 * n + 3] += k.w;
+      dv[4 * n] += v.x, dv[4 * n + 1] += v.y, dv[4 * n + 2] += v.z, dv[4 * n + 3] += v.w;
+    }
+    return true;
+  }
+
   __device__ void compute(int group) const {
     int steps = 0;
     each_tile([&](const Keys &tile, int tiles) {
@@ -891,20 +941,22 @@ struct WgmmaOnePass {
         uint32_t ds[4][4];
         barriers.others.wait(steps);
         start_products(s, k, group, q_tile(steps));
+        Note now = note(steps);
         wgmma_wait<0>();
         fence_registers(s);
 #pragma unroll 1
         for (bool ends = false; !ends; ++steps) {
           const uint32_t q = q_tile(steps), dy = dy_tile(steps);
           float other[32];  // scores of the second part
-          if (hides(tile, group, steps, 0)) {
+          uint32_t p[4][4];
+          // With one part a step that is hidden is computed: a branch around products has the compiler serialize them.
+          if (kParts == 2 && hides(tile, group, now.query, 0)) {
             clear(ds);
             store_weights(ds, group, steps, 0);
           } else {
             float dp[32];
-            uint32_t p[4][4];
             start_products(dp, v, group, dy);
-            weigh(tile, s, steps, 0);
+            weigh(tile, s, steps, now.query, 0);
             round_to_factor(p, s, T());
             start_weights<Part>(dv, p, dy, true, T());
             wgmma_wait<1>();
@@ -912,24 +964,25 @@ struct WgmmaOnePass {
             slope(s, dp, steps, 0);
             round_to_factor(ds, s, T());
             store_weights(ds, group, steps, 0);
-            start_weights<Part>(dk, ds, q, true, T());
-            wgmma_wait<1>();
-            fence_registers(dv), fence_registers(p);
+            if constexpr (kParts == 2) {
+              start_weights<Part>(dk, ds, q, true, T());
+              wgmma_wait<1>();
+              fence_registers(dv), fence_registers(p);
+            }
           }
           if constexpr (kParts == 2) {
-            if (hides(tile, group, steps, 1)) {
+            if (hides(tile, group, now.query, 1)) {
               wgmma_wait<0>();
               fence_registers(dk), fence_registers(ds);
               clear(ds);
               store_weights(ds, group, steps, 1);
             } else {
               float dp[32];
-              uint32_t p[4][4];
               start_products(other, k, group, q + kPart);
               start_products(dp, v, group, dy + kPart);
               wgmma_wait<1>();
               fence_registers(other), fence_registers(dk), fence_registers(ds);
-              weigh(tile, other, steps, 1);
+              weigh(tile, other, steps, now.query, 1);
               round_to_factor(p, other, T());
               start_weights<Part>(dv, p, dy + kPart, true, T());
               wgmma_wait<1>();
@@ -943,13 +996,22 @@ struct WgmmaOnePass {
             }
           }
           start_queries(dq, group, steps, k.tile);
-          ends = flag(barriers.ends[steps % Shape::kStages]);
-          const int next = ends ? steps : steps + 1;
+          // dq is added beside dk's product and the next scores'.
+          if constexpr (kParts == 1) {
+            start_weights<Part>(dk, ds, q, true, T());
+            wgmma_wait<2>();
+            fence_registers(dv), fence_registers(p);
+          }
+          ends = now.ends;
+          const int next = ends ? steps : steps + 1, last = now.last;
           barriers.others.wait(next);
           start_products(s, k, group, q_tile(next));
-          wgmma_wait<1>();
-          fence_registers(dq), fence_registers(dk), fence_registers(ds);
-          add(dq, tile, group, steps);
+          now = note(next);
+          if constexpr (kParts == 2) wgmma_wait<1>(), fence_registers(dk), fence_registers(ds);
+          else wgmma_wait<2>();
+          fence_registers(dq);
+          add(dq, tile, group, steps, last);
+          if constexpr (kParts == 1) wgmma_wait<1>(), fence_registers(dk), fence_registers(ds);
           if (!ends) barriers.others.loaded(steps);
           wgmma_wait<0>();
           fence_registers(s);
@@ -957,6 +1019,8 @@ struct WgmmaOnePass {
         barriers.others.loaded(steps - 1);
       }
       barriers.rows.loaded(tiles);
+      if constexpr (Shape::kShares)
+        if (tile.part >= 0 && !gather(dk, dv, tile.part)) return;
       const float of_dk = static_cast<float>(c.x.z.scale) * tile.times, both_dk[] = {of_dk, of_dk};
       const float both_dv[] = {tile.times, tile.times};
       const int row = tile.begin + 64 * group, dim = static_cast<int>(c.x.z.dim), v_dim = static_cast<int>(c.x.z.v_dim);
@@ -1042,6 +1106,8 @@ __global__ void __launch_bounds__(kNumbersBlock)
   }
   if (threadIdx.x == 0) space.turns[tile] = 0;
   if (threadIdx.x == 0 && blockIdx.x == 0) *space.next = 0;
+  if (Shape::kShares && threadIdx.x < 16 && blockIdx.x < space.shared)
+    space.arrivals[blockIdx.x * 16 + threadIdx.x] = 0;
   const auto length = c.x.length(b);
   const KeyTiles seen = key_tiles<Shape>(c, begin, static_cast<int>(length.value));
   if (seen.last >= seen.first || column >= dim) return;
@@ -1064,6 +1130,8 @@ OnePassSpace one_pass_space(const AttentionSizes &z, float *space) {
   to.numbers = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(space) + 127) & ~uintptr_t{127});
   to.sums = to.numbers + all * 2 * Shape::kOthers;
   to.turns = reinterpret_cast<int *>(to.sums + all * Shape::kOthers * Shape::kDim), to.next = to.turns + all;
+  to.arrivals = to.next + 1;
+  to.parts = to.sums + (all * Shape::kOthers * Shape::kDim + all + 1 + 16 * kMostShared + 31) / 32 * 32;
   to.query_tiles = static_cast<int>(query_tiles);
   return to;
 }
@@ -1095,6 +1163,22 @@ inline void order_tiles(OnePassSpace &space, const AttentionSizes &z, int64_t of
     space.last_heads = static_cast<int>(std::clamp<int64_t>((last + row_tiles / 2) / row_tiles, 1, heads));
 }
 
+// Where tiles have the same work, and the last round of blocks has fewer than there are: those of the last round leave
+// some of their queries to the blocks that would have none, so that all end together. A block with one of them has a
+// cost of about two steps. Others have n of these parts each.
+inline void share_tiles(OnePassSpace &space, const AttentionSizes &z, int64_t blocks) {
+  constexpr int64_t kCost = 2;
+  const int64_t last = space.tiles % blocks, steps = space.query_tiles * z.group();
+  space.whole = space.tiles;
+  if (z.left >= 0 || z.right >= 0 || space.tiles < std::max(blocks, kLeastToShare) || last == 0 || last > kMostShared)
+    return;
+  const int64_t n = ceil_div(last, blocks - last), others = (steps + kCost - n * kCost) / (n + 1);
+  space.cut = static_cast<int>((2 * others + z.group()) / (2 * z.group()));
+  if (others < z.group() || z.batch * z.heads * space.query_tiles < last) return;
+  space.whole = space.tiles - static_cast<int>(last);
+  space.shared = static_cast<int>(last), space.tiles += space.shared;
+}
+
 template <typename T, class Shape>
 Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void *stream) {
   static_assert(Shape::kOfAll + 1024 <= 227 << 10);  // barriers have less than 1024
@@ -1120,6 +1204,7 @@ Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void 
   space.scale = static_cast<float>(z.scale * kLog2E);
   const int64_t blocks = std::min<int64_t>(tiles, limits.multiprocessors);
   order_tiles(space, z, of_head, row_tiles, blocks);
+  if (Shape::kShares) share_tiles(space, z, blocks);
   AOT_TRY(launch_kernel(op, attention_numbers_kernel<T, Shape>, {static_cast<unsigned>(query_tiles), kNumbersBlock},
                         stream, c, space));
   LaunchShape shape{static_cast<unsigned>(blocks), Shape::kThreads, Shape::kOfAll};
