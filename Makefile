@@ -339,12 +339,13 @@ demo:
 	@$(VENV)/bin/python examples/digits.py $(if $(MINDSPORE_PYTHON),--mindspore-python $(MS_VENV)/bin/python)
 
 # The tests run in several processes with two threads each. Waiting threads sleep, because spinning would slow the other
-# processes. At most four processes, because each has a context on the GPU; JAX must not preallocate its memory.
+# processes. Those of NumPy's OpenBLAS spin whatever they are told: it has one. At most four processes, because each has a
+# context on the GPU; JAX must not preallocate its memory.
 TEST_JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST := -m pytest -q -n $(TEST_JOBS) --dist worksteal tests
 # CAPABILITY limits the instructions of torch (default, avx2, avx512), ISA those of aotops (baseline, avx2, avx512).
 THREADS ?= 2
-WAITING := OMP_WAIT_POLICY=passive XLA_PYTHON_CLIENT_PREALLOCATE=false
+WAITING := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
 PYTEST_ENVIRONMENT := OMP_NUM_THREADS=$(THREADS) $(addprefix ATEN_CPU_CAPABILITY=,$(CAPABILITY)) \
                       $(addprefix AOTOPS_CPU_ISA=,$(ISA)) $(WAITING)
 
