@@ -353,12 +353,13 @@ PYTEST_ENVIRONMENT := OMP_NUM_THREADS=$(THREADS) $(addprefix ATEN_CPU_CAPABILITY
 # of the first one's tests would be skipped one by one.
 TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST_ENVIRONMENT) $(VENV)/bin/python $(PYTEST) \
          $(if $(GPU),,-m 'not gpu')
-# These try nothing on MindSpore, so the second environment does not repeat them.
+# These try nothing on MindSpore that others do not, so the second environment does not repeat them: the checker runs on
+# it in test_selections.py.
 TESTED_ONCE := $(addprefix --ignore=tests/,$(addprefix core/test_,call.py convention.py core.py cpp.py formulas.py info.py \
                loading.py products_cpu.py sharding.py sources.py tvm_ffi.py xla_layout.py) $(addprefix authors/test_,\
-               adding_an_op.py arrange_ptx.py attention_rates.py bench.py cli.py compatibility.py compile.py cpu_record.py \
-               cuda12.py examples.py models.py new.py other_gpus.py packaging.py performance_page.py soak.py step_records.py \
-               triton.py whole_record.py))
+               adding_an_op.py arrange_ptx.py attention_rates.py bench.py check.py cli.py compatibility.py compile.py \
+               cpu_record.py cuda12.py examples.py models.py new.py other_gpus.py packaging.py performance_page.py soak.py \
+               step_records.py triton.py whole_record.py))
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
 # Tests that depend on the processor, as on one without AVX, with threads that divide nothing evenly. The kernels are

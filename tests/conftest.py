@@ -37,14 +37,27 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc):
-    """The framework is the last parameter, and varies fastest: a reference is computed once, for all frameworks."""
+    """The framework is the last parameter, and varies fastest: a reference is computed once, for all frameworks. Of
+    thousands of tests, to make each takes seconds: those for a GPU are not made where they are deselected, nor what a
+    test spares by its attribute ``spares``, a function of its parameters."""
     names = metafunc.fixturenames
     own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    without_gpu = metafunc.config.option.markexpr == "not gpu"
+    pairs = [(f, d) for f in frameworks() for d in f.devices if not (d == "cuda" and without_gpu)]
+    marks = {"cuda": [pytest.mark.gpu], "cpu": []}
+    if spares := getattr(metafunc.function, "spares", None):
+        each = [
+            pytest.param(*case.values, dtype, f, d, id=f"{case.id}-{dtype}-{f.name}-{d}", marks=marks[d])
+            for case in metafunc.function.each
+            for dtype in DTYPES
+            for f, d in pairs
+            if not spares(f, dtype, *case.values)
+        ]
+        metafunc.parametrize(("name", "i", "dtype", "framework", "device"), each)
+        return
     if "dtype" in names and "dtype" not in own:
         metafunc.parametrize("dtype", DTYPES)
     if "device" in names:
-        pairs = [(f, d) for f in frameworks() for d in f.devices]
-        marks = {"cuda": [pytest.mark.gpu], "cpu": []}
         values = [pytest.param(f, d, id=f"{f.name}-{d}", marks=marks[d]) for f, d in pairs]
         metafunc.parametrize(("framework", "device"), values)
     elif "framework" in names:

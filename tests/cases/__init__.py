@@ -45,6 +45,7 @@ def trial(name: str, index: int, dtype: str) -> Trial:
     return Trial(CASES[name], case, dtype, f"{name} {case}")
 
 
+@cache
 def first_case(name: str) -> int:
     """A case of two axes or more and at least ten elements, with every input."""
     for i, case in enumerate(CASES[name].cases):
