@@ -8,7 +8,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 from aotops.hosting import NUMBERS, Namespace
@@ -325,26 +324,38 @@ class _Outs:
             raise ValueError(f"{what} shape {shape_text(spec.shape)}, expected {shape_text(expected.shape)}")
 
 
+_MOST_SUMS = 1 << 20
+"""Sums of strides that ``_overlaps_itself`` tries, in some tenths of a second. It takes an array that needs more, as of
+several interleaved axes of a thousand elements each, for one that overlaps itself."""
+
+
 def _overlaps_itself(array: Any) -> bool:
     """Whether two elements of an array lie at one address, as broadcasting and sliding windows make them."""
     if array.flags.c_contiguous or array.size < 2:
         return False
-    axes = sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1)
-    reached = array.itemsize  # by the axes of smaller strides
-    for stride, n in axes:
-        if stride < reached:
-            break
-        reached += stride * (n - 1)
-    else:
-        return False
-    if array.size > 1 << 16:
+    axes = sorted((abs(stride), n - 1) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    if axes[0][0] == 0:
         return True
-    # strides of no slice or transposed view: the axes are interleaved, and need not meet
-    places = [0]
-    for stride, n in axes:
-        places = [place + stride * i for place in places for i in range(n)]
-    places.sort()
-    return any(after - before < array.itemsize for before, after in pairwise(places))
+    reaches = [array.itemsize - 1]  # bytes, by the axes of smaller strides
+    for stride, most in axes:
+        reaches.append(reaches[-1] + stride * most)
+    # Two elements meet if a sum of strides, each up to as many times as its axis has elements after the first, is less
+    # than an element. Of a slice or transposed view no stride is within the reach of the smaller ones.
+    sums: set[int] = set()
+    tried = 0
+    for (stride, most), reach in zip(reversed(axes), reversed(reaches[:-1]), strict=True):
+        found = {stride * i for i in range(1, min(most, reach // stride, _MOST_SUMS) + 1)}
+        for total in sums:
+            times = range(max(-most, -((total + reach) // stride)), min(most, (reach - total) // stride) + 1)
+            tried += len(times)
+            if tried > _MOST_SUMS:
+                return True
+            found.update(total + stride * i for i in times)
+        tried += len(found)
+        if tried > _MOST_SUMS:
+            return True
+        sums = found
+    return bool(sums)
 
 
 def _takes_out(op: Op) -> bool:

@@ -377,6 +377,22 @@ def test_out_has_a_place_for_each_element(strides, meet):
         np.testing.assert_array_equal(ours.gelu(x, out=out), ours.gelu(x))
 
 
+LARGE = [((16, 24), False), ((24, 16), False), ((16, 8 * 69999), False), ((16, 8 * 69998), True)]
+
+
+@pytest.mark.parametrize(("strides", "meet"), LARGE, ids=str)
+def test_a_large_out_of_interleaved_axes_has_a_place_for_each_element(strides, meet):
+    memory = np.zeros(3 * 70000 + 1)
+    out = np.lib.stride_tricks.as_strided(memory[1:], (70000, 2), strides)
+    x = np.linspace(-1, 1, 140000).reshape(70000, 2)
+    if meet:
+        with pytest.raises(ValueError, match="gelu: out has elements that share memory, expected an array to write to"):
+            ours.gelu(x, out=out)
+        assert not memory.any()
+    else:
+        np.testing.assert_array_equal(ours.gelu(x, out=out), ours.gelu(x))
+
+
 def test_out_is_in_signatures_and_docstrings():
     for function in (ours.gelu, ours.gelu_backward, ours.add_layer_norm):
         assert inspect.signature(function).parameters["out"].kind is inspect.Parameter.KEYWORD_ONLY
