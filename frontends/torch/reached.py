@@ -28,6 +28,11 @@ _VERSIONED = {"aotops", "torch", "numpy"}
 """Packages whose functions and classes are known by their names, as those of Python are: the key of a cache has their
 versions, or they do not change what an operator is."""
 _PYTHON = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+_UNREAD = {
+    "globals", "vars", "locals", "eval", "exec", "compile", "__import__", "import_module", "open", "environ", "getenv",
+    "__globals__", "_getframe", "modules",
+}  # fmt: skip
+"""Names by which code reads what its own names do not tell."""
 _MOST = 10_000
 """Parts of a definition from which it is taken for unknown, which takes some tens of milliseconds."""
 
@@ -115,6 +120,8 @@ class _Walk:
 
     def _function(self, function: FunctionType) -> bytes:
         names = sorted(_names(function.__code__))
+        if not _UNREAD.isdisjoint(names):
+            raise _UnknownError
         known = ChainMap(_imported(function.__code__, function.__globals__), function.__globals__)
         found = [self.of(known[name], names).hex() if name in known else name for name in names]
         enclosed = [self.of(value, names).hex() for value in _contents(function)]
@@ -135,8 +142,10 @@ def _hash(*parts: str) -> bytes:
 
 
 def _names(code: CodeType) -> set[str]:
+    """With strings, which ``getattr`` takes."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    strings = (one for one in code.co_consts if isinstance(one, str) and one.isidentifier())
+    return set(code.co_names).union(strings, *map(_names, inner))
 
 
 def _contents(function: FunctionType) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 from collections import defaultdict, deque
@@ -109,6 +110,10 @@ PAIRS = {
         made(CALL, helpers=module("k = 1\ndef scale(x): return x * k")),
         made(CALL, helpers=module("k = 2\ndef scale(x): return x * k")),
     ),
+    "a value of a module by its name in a string": (
+        made("def f(x): return x * getattr(helpers, 'k')", helpers=module("k = 1")),
+        made("def f(x): return x * getattr(helpers, 'k')", helpers=module("k = 2")),
+    ),
     "an imported function": (made(IMPORTED, scale=made(ONE)), made(IMPORTED, scale=made(TWO))),
     "what it encloses": (enclosing(2), enclosing(2.0)),
     "a function that it encloses": (enclosing(made(ONE)), enclosing(made(TWO))),
@@ -181,6 +186,13 @@ def test_what_has_no_digest_is_unknown(value):
 
 
 unknown = iter(())
+
+
+@pytest.mark.parametrize(
+    "value", ["globals()['k']", "vars(helpers)['k']", "eval('k')", "float(os.environ['K'])", "f.__globals__['k']"]
+)
+def test_a_function_that_reads_what_its_names_do_not_tell_is_unknown(value):
+    assert reached.digest(made(f"def f(x): return x * {value}", k=1, helpers=module("k = 1"), os=os)) is None
 
 
 @pytest.mark.parametrize("slot", ["rule", "shapes", "keeps", "product", "foreign", "formula"])
