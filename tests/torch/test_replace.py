@@ -417,8 +417,8 @@ class Chosen(nn.Module):
         return self.mlp(x[chosen])
 
 
-def test_a_number_of_rows_that_no_trace_knows(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_number_of_rows_that_no_trace_knows():
     x, chosen = torch.randn(8, 64), torch.arange(8) % 3 == 0
     model = Chosen()
     expected = model(x, chosen)
