@@ -128,6 +128,15 @@ struct Module {
   void *last_int;               // it Python's tensors are not read here (aotops/call.py)
 };
 
+// How instances of a replaced module's class are called.
+struct ModuleCall {
+  Module *module;
+  void *original;  // the class that it was made of,
+  void *ways[2];   // its `__call__` and `_call_impl`, which are nn.Module's,
+  void *forward;   // and its forward
+  void *hooks[4];  // the dictionaries of all modules' hooks
+};
+
 // Objects that a call owns: at most one for each slot.
 class Refs {
  public:
@@ -770,10 +779,11 @@ bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
 // gradient recorded: a checkpoint computes a forward twice.
 bool is_originals(const Module &m, void *self, void *given) {
   DLTensor x;
-  if (!(m.reads_contiguous || m.elements || m.product_bits) || type_of(self) != m.type || !is_plain(given))
+  if (!(m.reads_contiguous || m.elements || m.wide_in_autocast) || type_of(self) != m.type || !is_plain(given))
     return false;
   if (torch.exchange->read(given, &x)) return PyErr_Clear(), false;
   if (m.product_bits) return is_originals_product(m, self, x);
+  if (m.wide_in_autocast && x.bits == 16 && gate.plain_thread(true) && !gate.plain_thread(false)) return true;
   const Layout layout(x);
   if (m.reads_contiguous && !layout.contiguous) return true;
   if (x.device_type != m.device || layout.size >= m.elements) return false;
@@ -796,6 +806,42 @@ void *run_module(Module &m, void *self, void *given, void *second) {
     if (!must_fall_back()) return nullptr;
   }
   return finish(kOk);
+}
+
+// Whether a call of a module is its class's forward, and nothing more: it has no hooks, and `hooks` are none.
+bool is_bare(void *module, void *const *hooks) {
+  static void *const forward = PyUnicode_InternFromString("forward");
+  static void *const names[] = {
+      PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
+      PyUnicode_InternFromString("_backward_hooks"), PyUnicode_InternFromString("_backward_pre_hooks")};
+  Ref own = PyObject_GenericGetDict(module, nullptr);
+  bool bare = own && !PyDict_GetItemWithError(own, forward);
+  for (int i = 0; bare && i < 4; ++i) {
+    void *found = PyDict_GetItemWithError(own, names[i]);
+    bare = found && !PyDict_Size(found) && !PyDict_Size(hooks[i]);
+  }
+  PyErr_Clear();
+  return bare;
+}
+
+// Whether nn.Module's `__call__` would find nothing but that forward: neither the class nor the instance has others.
+bool is_called_as_known(const ModuleCall &m, void *module) {
+  static void *const ways[] = {PyUnicode_InternFromString("__call__"), PyUnicode_InternFromString("_call_impl")};
+  static void *const compiled = PyUnicode_InternFromString("_compiled_call_impl");
+  if (!is_bare(module, m.hooks)) return false;
+  Ref own = PyObject_GenericGetDict(module, nullptr);
+  bool known = own && !PyDict_GetItemWithError(own, compiled) && !PyDict_GetItemWithError(own, ways[1]);
+  for (int i = 0; known && i < 2; ++i) known = Ref(PyObject_GetAttr(m.original, ways[i])) == m.ways[i];
+  PyErr_Clear();
+  return known;
+}
+
+// A call of an instance of the class. None: nn.Module's `__call__` must make it. Null: Python's error is set.
+void *call_module(const ModuleCall &m, void *const *given) {
+  if (gate.records_calls() || !gate.plain_thread(true) || !is_called_as_known(m, given[0])) return finish(kOk);
+  static void *const no = PyBool_FromLong(0);
+  Ref result = run_module(*m.module, given[0], given[1], nullptr);
+  return result == no ? PyObject_VectorcallDict(m.forward, given, 2, nullptr) : result.release();
 }
 
 // Nothing is recorded: the compiler has made the backward too. Autocast has been traced.
@@ -832,25 +878,49 @@ WEAK void *_PyEval_EvalFrameDefault(void *thread, void *frame, int throws);
 
 namespace {
 
-std::unordered_map<void *, Public *> installed;  // by Python function
-Vectorcall *call_frame;                          // CPython's own
+std::unordered_map<void *, Public *> installed;            // by Python function
+std::unordered_map<void *, ModuleCall *> installed_calls;  // by `__call__` of a replaced module's class
+Vectorcall *call_frame;                                    // CPython's own
+
+constexpr size_t kArgumentsOffset = size_t{1} << (8 * sizeof(size_t) - 1);  // PY_VECTORCALL_ARGUMENTS_OFFSET
 
 // torch.compile evaluates frames itself, and must be given one.
-void *call_without_frame(void *function, void *const *given, size_t count, void *names) {
+bool needs_frame() {
   auto *evaluate = _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get());
-  if (evaluate != reinterpret_cast<void *>(_PyEval_EvalFrameDefault)) return call_frame(function, given, count, names);
-  constexpr size_t kArgumentsOffset = size_t{1} << (8 * sizeof(size_t) - 1);  // PY_VECTORCALL_ARGUMENTS_OFFSET
+  return evaluate != reinterpret_cast<void *>(_PyEval_EvalFrameDefault);
+}
+
+void *call_without_frame(void *function, void *const *given, size_t count, void *names) {
+  if (needs_frame()) return call_frame(function, given, count, names);
   return run_public(*installed.find(function)->second, given, count & ~kArgumentsOffset, names);
+}
+
+void *call_module_without_frame(void *function, void *const *given, size_t count, void *names) {
+  if ((count & ~kArgumentsOffset) == 2 && !names && !needs_frame()) {
+    Ref result = call_module(*installed_calls.find(function)->second, given);
+    if (result != python.none) return result.release();
+  }
+  return call_frame(function, given, count, names);
+}
+
+int install(void *function, Vectorcall *call) {
+  if (!PyFunction_SetVectorcall || !_PyInterpreterState_GetEvalFrameFunc || !_PyEval_EvalFrameDefault) return 0;
+  call_frame = PyVectorcall_Function(function);
+  return PyFunction_SetVectorcall(function, call), 1;
 }
 
 }  // namespace
 
-// `capsule`: of the builtin that `function` forwards to.
-AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
-  if (!PyFunction_SetVectorcall || !_PyInterpreterState_GetEvalFrameFunc || !_PyEval_EvalFrameDefault) return;
+// `capsule`: of the builtin that `function` forwards to. 0: this interpreter makes a frame of every call.
+AOT_API int aot_torch_install_vectorcall(void *function, void *capsule) {
   installed[function] = capsule_pointer<Public>(capsule);
-  call_frame = PyVectorcall_Function(function);
-  PyFunction_SetVectorcall(function, call_without_frame);
+  return install(function, call_without_frame);
+}
+
+// `function`: the `__call__` of a replaced module's class, which calls nn.Module's; `capsule`: of a ModuleCall.
+AOT_API int aot_torch_install_call(void *function, void *capsule) {
+  installed_calls[function] = capsule_pointer<ModuleCall>(capsule);
+  return install(function, call_module_without_frame);
 }
 
 // ------------------------------------------------------------------------------------------------------------ set-up
@@ -858,7 +928,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 15" +
+      "version 16" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -872,7 +942,8 @@ AOT_API const char *aot_torch_structs() {
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
                    constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
       AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, device,
-                   elements, rows, product_bits, uneven_weight, fewest_rows, held_name, held, last_size, last_int);
+                   elements, rows, product_bits, uneven_weight, fewest_rows, held_name, held, last_size, last_int) +
+      AOT_DESCRIBE(ModuleCall, module, original, ways, forward, hooks);
   return text.c_str();
 }
 
@@ -921,21 +992,9 @@ AOT_API void *aot_torch_module(void *capsule, void *const *objects, intptr_t cou
   return run_module(*capsule_pointer<Module>(capsule), objects[0], objects[1], count == 3 ? objects[2] : nullptr);
 }
 
-// Whether a call of a module is its class's forward, and nothing more: it has no hooks, and the capsule's four
-// dictionaries have none.
+// is_bare of a module; the capsule has the four dictionaries.
 AOT_API void *aot_torch_bare(void *capsule, void *const *objects, intptr_t count) {
-  static void *const forward = PyUnicode_InternFromString("forward");
-  static void *const hooks[] = {
-      PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
-      PyUnicode_InternFromString("_backward_hooks"), PyUnicode_InternFromString("_backward_pre_hooks")};
-  Ref own = count == 1 ? PyObject_GenericGetDict(objects[0], nullptr) : nullptr;
-  bool bare = own && !PyDict_GetItemWithError(own, forward);
-  for (int i = 0; bare && i < 4; ++i) {
-    void *found = PyDict_GetItemWithError(own, hooks[i]);
-    bare = found && !PyDict_Size(found) && !PyDict_Size(capsule_pointer<void *>(capsule)[i]);
-  }
-  PyErr_Clear();
-  return PyBool_FromLong(bare);
+  return PyBool_FromLong(count == 1 && is_bare(objects[0], capsule_pointer<void *>(capsule)));
 }
 
 // The facts about tensors that a step of an optimizer depends on: bytes of their addresses, and of their dtypes,

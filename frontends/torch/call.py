@@ -37,7 +37,7 @@ _METH_KEYWORDS = 0x02
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those of structs.py. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 15, structs.ALL)
+    call.check_structs("aot_torch_structs", 16, structs.ALL)
     return call.lib()
 
 
@@ -278,6 +278,14 @@ def _public_handle(
 def install_vectorcall(function: Callable[..., Any], builtin: Any) -> None:
     """On CPython 3.12 and later, makes a call of ``function``, which forwards to a builtin of ``public``, call that
     builtin without a frame. To inspection and torch.compile it is still a Python function."""
-    keep(function)
-    address = library.function("aot_torch_install_vectorcall")
-    ctypes.PYFUNCTYPE(None, py_object, py_object)(address)(function, builtin.__self__)
+    _install("aot_torch_install_vectorcall", function, builtin.__self__)
+
+
+def install_call(function: Callable[..., Any], handle: Any) -> bool:
+    """As ``install_vectorcall``, of the ``__call__`` of a replaced module's class. False before CPython 3.12."""
+    return bool(_install("aot_torch_install_call", function, handle))
+
+
+def _install(symbol: str, function: Callable[..., Any], handle: Any) -> int:
+    keep((function, handle))
+    return ctypes.PYFUNCTYPE(c_int, py_object, py_object)(library.function(symbol))(function, handle)

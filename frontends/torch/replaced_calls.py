@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from ctypes import addressof, c_void_p
 from inspect import signature
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.nn import functional
 
 from aotops.call import builtin, pointer_of, struct_capsule
@@ -20,8 +22,9 @@ from aotops.ops import OPS
 
 from . import structs
 from .bytecode import Form, Names
+from .call import install_call
 from .registered import builtins
-from .replaced_children import are_instances
+from .replaced_children import GLOBAL_HOOKS, are_instances
 from .replaced_products import LARGE_WEIGHT, MANY_ROWS
 
 
@@ -30,6 +33,26 @@ class Call(NamedTuple):
 
     run: Callable[..., Any]
     struct: structs.Module
+
+
+def call_without_frames(made: type[nn.Module], original: type[nn.Module], call: Call) -> None:
+    """Lets CPython 3.12 and later call an instance without nn.Module's two frames and that of its forward."""
+    ways: Any = original.__call__, original._call_impl
+    if ways != (nn.Module.__call__, nn.Module._call_impl):
+        return
+
+    def __call__(self, *args, **kwargs):
+        return super(made, self).__call__(*args, **kwargs)  # type: ignore[misc]
+
+    struct = structs.ModuleCall(
+        module=addressof(call.struct),
+        original=id(original),
+        ways=(c_void_p * 2)(*map(id, ways)),
+        forward=id(original.forward),
+        hooks=(c_void_p * 4)(*map(id, GLOBAL_HOOKS)),
+    )
+    if install_call(__call__, struct_capsule(struct, call, original, ways, original.forward)):
+        made.__call__ = __call__
 
 
 Source = tuple[str, Any]

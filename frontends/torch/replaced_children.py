@@ -18,14 +18,14 @@ from aotops.call import builtin, struct_capsule
 
 from .tensors import READS_TENSORS, is_compiling
 
-_GLOBAL = (
+GLOBAL_HOOKS = (
     hooks._global_forward_hooks,
     hooks._global_forward_pre_hooks,
     hooks._global_backward_hooks,
     hooks._global_backward_pre_hooks,
 )
 _IN_C: Callable[[nn.Module], bool] | None = (
-    builtin("bare", "aot_torch_bare", struct_capsule((c_void_p * 4)(*map(id, _GLOBAL)), _GLOBAL))
+    builtin("bare", "aot_torch_bare", struct_capsule((c_void_p * 4)(*map(id, GLOBAL_HOOKS)), GLOBAL_HOOKS))
     if READS_TENSORS
     else None
 )

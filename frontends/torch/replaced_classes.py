@@ -34,6 +34,7 @@ def _made(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
     made = type(original.__name__, (original,), own)
     if call:
         call.struct.type = id(made)  # _MADE keeps it
+        replaced_calls.call_without_frames(made, original, call)
         replaced_layers.note(made, original, kinds)
     MADE_FOR[made] = original
     learn(made)

@@ -27,7 +27,7 @@ _CALLS: dict[type, Call | None] = {}
 
 def note(norm: type[nn.Module], original: type, kinds: tuple[str, ...]) -> None:
     """Keeps the call of a replaced norm with a sum before it, by the norm's class."""
-    ways: Any = norm.__call__, norm._call_impl
+    ways: Any = original.__call__, original._call_impl  # type: ignore[attr-defined]
     is_modules = ways == (nn.Module.__call__, nn.Module._call_impl)
     _CALLS[norm] = call_of_sum(norm, *form_of(original)) if is_modules and kinds[0] in NORMS else None  # type: ignore[misc]
 

@@ -75,4 +75,11 @@ class Module(Structure):
     ]  # fmt: skip
 
 
-ALL = (GateFacts, Torch, Function, Backward, Differentiable, Compiled, Public, Module)
+class ModuleCall(Structure):
+    _fields_ = [
+        ("module", c_void_p), ("original", c_void_p), ("ways", c_void_p * 2), ("forward", c_void_p),
+        ("hooks", c_void_p * 4),
+    ]  # fmt: skip
+
+
+ALL = (GateFacts, Torch, Function, Backward, Differentiable, Compiled, Public, Module, ModuleCall)

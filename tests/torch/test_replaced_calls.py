@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -529,6 +531,59 @@ def test_bare_in_c_and_in_python(monkeypatch):
                 assert replaced_children.is_bare(module) is False
     module.forward = print
     assert in_c(module) is False
+
+
+def frames_of(run):
+    found = []
+    gc.disable()  # a collection may call functions of others'
+    sys.setprofile(lambda frame, event, arg: found.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return found
+
+
+@plain_calls
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="CPython makes frames of these calls")
+@pytest.mark.parametrize("make", [nn.GELU, lambda: nn.LayerNorm(8)])
+def test_a_call_has_no_frames(make):
+    _, mine = pair(make)
+    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    mine(x)
+    assert frames_of(lambda: mine(x)) == ["<lambda>"]
+    assert frames_of(lambda: mine(input=x))[1:3] == ["__call__", "_wrapped_call_impl"]
+
+
+@plain_calls
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="CPython makes frames of these calls")
+def test_what_autocast_may_widen_is_the_originals():
+    _, mine = pair(lambda: nn.LayerNorm(8), dtype=torch.bfloat16)
+    x = torch.randn(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert frames_of(lambda: mine(x))[:2] == ["<lambda>", "forward"]
+
+
+@EVERY
+def test_other_ways_of_calls_are_seen(make, monkeypatch):
+    theirs, mine = pair(make)
+    if isinstance(mine, Mlp):
+        mine, theirs = mine.act, theirs.act
+    ways = nn.Module._wrapped_call_impl, nn.Module._call_impl
+    for name, way in zip(("__call__", "_call_impl"), ways, strict=True):
+        for cls in (nn.Module, type(theirs)):
+            with monkeypatch.context() as patched:
+                patched.setattr(cls, name, lambda self, x, way=way: 2 * way(self, x))
+                compare(theirs, mine)
+    for module in (theirs, mine):
+        module._call_impl = lambda x, module=module: 3 * type(module)._call_impl(module, x)
+    compare(theirs, mine)
+    for module in (theirs, mine):
+        del module._call_impl
+        module.compile(backend="eager")
+        module._compiled_call_impl = lambda x, call=module._compiled_call_impl: 4 * call(x)
+    compare(theirs, mine)
 
 
 # ------------------------------------------------------------------------------------------- what is the original's
