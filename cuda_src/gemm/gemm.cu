@@ -269,7 +269,7 @@ Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dw
                       bool *done) {
   *done = false;
 #ifdef AOT_HAVE_SM90
-  constexpr double kGain = 0.96;      // of the estimates, which are some percent off
+  constexpr double kGain = 0.98;      // of the estimates, which are some percent off
   if (dbias && !dweight) return kOk;  // whose kernel sums
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
@@ -278,9 +278,9 @@ Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dw
   for (const GemmParams *g : {dx, dweight}) {
     if (!g) continue;
     if (!odd_lines_supported(*g) || requires_cublaslt(*g)) return kOk;
-    const int slices = odd_lines_slices(*g, limits.multiprocessors);
-    own += odd_lines_time(*g, limits.multiprocessors, slices, dbias && g == dweight);
-    usual += aligned_time(*g), copy = copy_time(g->m, g->k);
+    const OddLinesPlan plan = odd_lines_plan(*g, limits.multiprocessors);
+    own += odd_lines_time(*g, limits.multiprocessors, plan, dbias && g == dweight);
+    usual += usual_time(*g, limits.multiprocessors), copy = copy_time(g->m, g->k);
   }
   if (own >= kGain * (usual + copy)) return kOk;
   AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps

@@ -27,7 +27,7 @@ constexpr int kOddRows = 256, kOddColumns = 192, kOddRowsOfT = 128, kOddColumnsO
 Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dweight, void *dbias, cudaStream_t stream,
                       bool *done);
 
-// Runs a b, whose sums it takes in odd_lines_slices(). *done: whether the driver has encoded the tensor maps.
+// Runs a b. *done: whether the driver has encoded the tensor maps.
 Status gemm_odd_lines_sm90(const char *op, const GemmParams &gemm, int multiprocessors, cudaStream_t stream,
                            bool *done);
 // Runs a^T b, and sums a's columns in the operands' dtype, if column_sums is not null.
@@ -45,33 +45,65 @@ inline bool odd_lines_supported(const GemmParams &g) {
   return !g.a.transposed || ceil_div(g.n, kBox) * kBox <= g.b.stride;  // b's lines are loaded in whole boxes
 }
 
+// A pair of blocks takes a pair of tiles at a time. Where these are few, or few in their last round, it takes slices of
+// their sums, which lie in the workspace, and which another kernel adds.
+struct OddLinesPlan {
+  int64_t pairs, across;  // of tiles, all and of a row of them
+  int64_t whole;          // pairs of the first rows, whose sums are taken at once: of a^T b some, of a b all or none
+  int slices;             // of the sums of the pairs behind these
+};
+
 // Estimates in microseconds, as an H200 takes them, decide between these products and usual ones with a copy
 // (docs/lab_notes.md, products of odd sizes). A block's tile takes as long as its terms, and a little for its ends.
-// Slices of a b's sums are written to the workspace and read again. Sums of a's columns: with a^T b.
-inline double odd_lines_time(const GemmParams &g, int multiprocessors, int slices, bool column_sums) {
-  constexpr double kTerm = 0.0175, kTermOfT = 0.0136, kWithSums = 1.08, kEnds = 6, kEndsOfT = 1, kPartial = 2.5e-6;
+// Slices of the sums are written and read again. column_sums: with a^T b.
+inline double odd_lines_time(const GemmParams &g, int multiprocessors, const OddLinesPlan &plan, bool column_sums) {
+  constexpr double kTerm = 0.0170, kTermOfT = 0.0132, kWithSums = 1.08, kEnds = 6, kEndsOfT = 1, kPartial = 2.5e-6;
   const bool t = g.a.transposed;
-  int64_t rows = 0;
-  if (t) rows = ceil_div(g.m, 2 * kOddRowsOfT);
+  const double term = (t ? kTermOfT : kTerm) * (column_sums ? kWithSums : 1), ends = t ? kEndsOfT : kEnds;
+  auto time = [&](int64_t items, int64_t terms) {
+    return ceil_div(items, multiprocessors / 2) * (terms * term + ends);
+  };
+  const int64_t behind = plan.pairs - plan.whole;
+  const double whole = time(plan.whole, g.k);
+  if (!behind) return whole;
+  const double elements = plan.slices * double(g.m) * g.n * behind / plan.pairs;
+  return whole + time(behind * plan.slices, g.k / plan.slices) + 4 + kPartial * elements;
+}
+
+// The plan that takes the least time, of those that the workspace has room for.
+inline OddLinesPlan odd_lines_plan(const GemmParams &g, int multiprocessors) {
+  constexpr int64_t kMost = 8, kFewestTerms = 512, kRowsOfPair = 2 * kOddRowsOfT;
+  const bool t = g.a.transposed;
+  int64_t rows = t ? ceil_div(g.m, kRowsOfPair) : 0;
   const int classes = line_classes(g.a.stride);
   for (int i = 0; i < classes && !t; ++i) rows += ceil_div(ceil_div(g.m - i, classes), kOddRows);
-  const int64_t pairs = rows * ceil_div(g.n, t ? kOddColumnsOfT : 2 * kOddColumns) * slices;
-  const double partials = slices > 1 ? 4 + kPartial * slices * g.m * g.n : 0;
-  const double term = (t ? kTermOfT : kTerm) * (column_sums ? kWithSums : 1);
-  return ceil_div(pairs, multiprocessors / 2) * (g.k / slices * term + (t ? kEndsOfT : kEnds)) + partials;
-}
-// The slices of the sums of a b that take the least time, of those that the workspace has room for.
-inline int odd_lines_slices(const GemmParams &g, int multiprocessors) {
-  constexpr int64_t kMost = 8, kFewestTerms = 512;
-  int64_t most = g.a.transposed || g.n % 8 || g.c.stride != g.n ? 1 : std::min(kMost, g.k / kFewestTerms);
-  most = std::min<int64_t>(most, g.workspace_bytes / (g.m * g.n * int64_t{sizeof(float)}));
-  int best = 1;
-  for (int i = 2; i <= most; ++i)
-    if (odd_lines_time(g, multiprocessors, i, false) < odd_lines_time(g, multiprocessors, best, false)) best = i;
+  OddLinesPlan best = {0, ceil_div(g.n, t ? kOddColumnsOfT : 2 * kOddColumns), 0, 1};
+  best.pairs = best.whole = rows * best.across;
+  const int64_t most = g.n % 8 || g.c.stride != g.n ? 1 : std::min(kMost, g.k / kFewestTerms);
+  const int64_t last = t ? best.pairs / (multiprocessors / 2) * (multiprocessors / 2) / best.across * best.across : 0;
+  double least = odd_lines_time(g, multiprocessors, best, false);
+  for (int64_t whole : {int64_t{0}, last}) {
+    const int64_t sliced = g.m - whole / best.across * kRowsOfPair;  // rows
+    if (sliced <= 0) continue;
+    const int64_t room = g.workspace_bytes / (sliced * (g.n + 1) * int64_t{sizeof(float)});
+    for (int i = 2; i <= std::min(most, room); ++i) {
+      const OddLinesPlan plan = {best.pairs, best.across, whole, i};
+      const double time = odd_lines_time(g, multiprocessors, plan, false);
+      if (time < least) least = time, best = plan;
+    }
+  }
   return best;
 }
-inline double aligned_time(const GemmParams &g) { return 6 + 2e-6 * g.m * g.n * g.k / 670; }  // 670 TFLOP/s
-inline double copy_time(int64_t lines, int64_t line) { return 3 + 1.05e-6 * lines * line; }   // once read, once written
+
+// Products of copies are run by gemm_unaligned_sm90.cu, whose tiles of 128 x 128 are in an even number of rows, or,
+// where tiles are few, by cuBLASLt, at half the rate that it has with sizes of whole vectors.
+inline double usual_time(const GemmParams &g, int multiprocessors) {
+  constexpr double kTerm = 0.0058, kEnds = 1, kLaunch = 3, kFlops = 335e6;  // kFlops: in a microsecond
+  const int64_t rows = ceil_div(g.m, 128), across = ceil_div(g.n, 128);
+  if (4 * rows * across <= multiprocessors) return 2.0 * g.m * g.n * g.k / kFlops;
+  return ceil_div((rows + rows % 2) * across, multiprocessors) * (g.k * kTerm + kEnds) + kLaunch;
+}
+inline double copy_time(int64_t lines, int64_t line) { return 3 + 1.05e-6 * lines * line; }  // once read, once written
 
 }  // namespace AOT_ISA
 }  // namespace aot

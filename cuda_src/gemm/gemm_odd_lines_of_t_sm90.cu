@@ -14,9 +14,11 @@
 //                          run, the next step's operands are brought to registers, and added up for the columns' sums
 //   warpgroup 2            a thread loads
 //
-// A pair's blocks have neighbouring rows of c.
+// A pair's blocks have neighbouring rows of c. Where there are few tiles, blocks take slices of the sums, which another
+// kernel adds.
 #include "cuda/mma.cuh"
 #include "cuda/pair.cuh"
+#include "cuda/sum_slices.cuh"
 #include "cuda/wgmma.cuh"
 #include "gemm_odd_lines.h"
 #include "row_stores.cuh"
@@ -39,9 +41,12 @@ struct OddLinesOfT {
   CUtensorMap a[kLineClasses], b[kLineClasses];
   int shift[kLineClasses];
   int rows, columns, steps;  // of c; of the sum, an even number
-  int across, items;         // tiles of b's columns; pairs of tiles
+  int across, items;         // tiles of b's columns; pairs of tiles, and slices of those in slices
+  int whole, slices;         // pairs whose sums are taken at once; slices of those behind them
   int64_t c_stride;
   void *c, *column_sums;
+  int first_sliced;                // row of c
+  float *partials, *partial_sums;  // (slices, rows from that one on, columns) and (slices, rows)
 };
 static_assert(sizeof(OddLinesOfT) <= 4096, "what a kernel takes");
 
@@ -77,12 +82,19 @@ struct OddLinesOfTBlock {
   int rank;  // of the block in its pair
 
   struct Item {
-    int row, column;  // of c
+    int row, column;         // of c
+    int slice, first, last;  // -1, if it is all of the sum; its steps, an even number
   };
   template <class F>
   __device__ void each_item(F f) const {
-    for (int i = blockIdx.x / kPair; i < p.items; i += gridDim.x / kPair)
-      f(Item{(i / p.across * kPair + rank) * kRows, i % p.across * kCols});
+    for (int i = blockIdx.x / kPair; i < p.items; i += gridDim.x / kPair) {
+      const int behind = i - p.whole, tile = behind < 0 ? i : p.whole + behind / p.slices, count = p.steps / 2;
+      Item at = {(tile / p.across * kPair + rank) * kRows, tile % p.across * kCols, -1, 0, p.steps};
+      if (behind >= 0)
+        at.slice = behind % p.slices, at.first = count * at.slice / p.slices * 2,
+        at.last = count * (at.slice + 1) / p.slices * 2;
+      f(at);
+    }
   }
 
   // ------------------------------------------------------------------------------------------------ the loading thread
@@ -92,7 +104,7 @@ struct OddLinesOfTBlock {
     RingPlace<kStages> place;
     each_item([&](const Item &at) {
 #pragma unroll 1
-      for (int step = 0; step < p.steps; ++step, place.next()) {
+      for (int step = at.first; step < at.last; ++step, place.next()) {
         uint64_t *full = &shared.full[place.stage];
         const uint32_t a = shared_address(shared.a[place.stage]);
         const uint32_t b = shared_address(shared.b[place.stage]) + rank * kOwn * kBytesB;
@@ -116,10 +128,11 @@ struct OddLinesOfTBlock {
       Sums sum;
       const bool adds = p.column_sums && at.column == 0;
       ColumnSums column_sums;
-      if (adds) mainloop<true>(first, place, sum, column_sums);
-      else mainloop<false>(first, place, sum, column_sums);
+      if (adds) mainloop<true>(first, at.last - at.first, place, sum, column_sums);
+      else mainloop<false>(first, at.last - at.first, place, sum, column_sums);
       const int row = at.row + first;
-      if (adds) store_column_sums(column_sums, row + lane / 4);
+      if (adds) store_column_sums(column_sums, at.slice, row + lane / 4);
+      if (at.slice >= 0) return store_slice(at, row + lane / 4, sum);
       const Stores stores{shared.words[threadIdx.x / 32], p.c_stride};
       T *to = static_cast<T *>(p.c) + row * p.c_stride + at.column;
 #pragma unroll
@@ -133,13 +146,28 @@ struct OddLinesOfTBlock {
     });
   }
 
+  __device__ void store_slice(const Item &at, int row, const Sums &sum) const {
+    const int64_t rows = p.rows - p.first_sliced;
+#pragma unroll
+    for (int half = 0; half < 2; ++half, row += 8) {
+      if (row >= p.rows) return;
+      float *to = p.partials + (at.slice * rows + row - p.first_sliced) * p.columns + at.column;
+#pragma unroll
+      for (int j = 0; j < kCols / 8; ++j) {
+        const int column = 8 * j + threadIdx.x % 4 * 2;
+        if (at.column + column < p.columns)
+          *reinterpret_cast<float2 *>(to + column) = make_float2(sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]);
+      }
+    }
+  }
+
   // Two steps at once, so that the operands of each have registers of their own.
   template <bool kAdds>
-  __device__ void mainloop(int first, RingPlace<kStages> &place, Sums &sum, ColumnSums &column_sums) const {
+  __device__ void mainloop(int first, int steps, RingPlace<kStages> &place, Sums &sum, ColumnSums &column_sums) const {
     Operand operands[2];
     int before = 0;
 #pragma unroll 1
-    for (int step = 0; step < p.steps; step += 2)
+    for (int step = 0; step < steps; step += 2)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         bring<kAdds>(first, place, operands[i], column_sums);
@@ -205,14 +233,16 @@ struct OddLinesOfTBlock {
   }
 
   // The four lanes of a column have different terms.
-  __device__ void store_column_sums(const ColumnSums &sums, int row) const {
+  __device__ void store_column_sums(const ColumnSums &sums, int slice, int row) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float all = sums.value[half];
       all += __shfl_xor_sync(~0u, all, 1);
       all += __shfl_xor_sync(~0u, all, 2);
-      if (threadIdx.x % 4 == 0 && row + 8 * half < p.rows)
-        static_cast<T *>(p.column_sums)[row + 8 * half] = narrow<T>(all);
+      const int at = row + 8 * half;
+      if (threadIdx.x % 4 || at >= p.rows) continue;
+      if (slice < 0) static_cast<T *>(p.column_sums)[at] = narrow<T>(all);
+      else p.partial_sums[slice * (p.rows - p.first_sliced) + at - p.first_sliced] = all;
     }
   }
 };
@@ -268,13 +298,23 @@ Status gemm_odd_lines_of_t_sm90(const char *op, const GemmParams &g, void *colum
                       {kLineClasses * g.b.stride, kBox}, {kBox, kClassLines, kColBoxes}))
       return kOk;
   }
-  p.across = static_cast<int>(ceil_div(g.n, kCols));
-  p.items = static_cast<int>(ceil_div(g.m, kPair * kRows)) * p.across;
+  const OddLinesPlan plan = odd_lines_plan(g, multiprocessors);
+  p.across = static_cast<int>(plan.across), p.whole = static_cast<int>(plan.whole), p.slices = plan.slices;
+  p.items = static_cast<int>(plan.whole + (plan.pairs - plan.whole) * plan.slices);
+  const int64_t first = std::min(g.m, plan.whole / plan.across * kPair * kRows), rows = g.m - first;
+  p.first_sliced = static_cast<int>(first);
+  if (rows) p.partials = static_cast<float *>(g.workspace), p.partial_sums = p.partials + plan.slices * rows * g.n;
   *done = true;
-  auto *kernel =
-      g.dtype == DType::bfloat16 ? gemm_odd_lines_of_t_kernel<__nv_bfloat16> : gemm_odd_lines_of_t_kernel<__half>;
-  const unsigned blocks = std::min(p.items, multiprocessors / kPair) * kPair;
-  return launch_kernel(op, kernel, {blocks, kThreads, kShared, kPair}, stream, p);
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    const unsigned blocks = std::min(p.items, multiprocessors / kPair) * kPair;
+    AOT_TRY(launch_kernel(op, gemm_odd_lines_of_t_kernel<T>, {blocks, kThreads, kShared, kPair}, stream, p));
+    if (!rows) return kOk;
+    T *c = static_cast<T *>(p.c) + first * g.c.stride, *sums = static_cast<T *>(column_sums);
+    AOT_TRY(sum_slices<float>(op, p.partials, p.slices, c, rows * g.n, stream));
+    return sums ? sum_slices<float>(op, p.partial_sums, p.slices, sums + first, rows, stream) : kOk;
+  };
+  return g.dtype == DType::bfloat16 ? run(__nv_bfloat16()) : run(__half());
 }
 
 }  // namespace AOT_ISA

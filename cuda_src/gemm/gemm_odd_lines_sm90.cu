@@ -249,7 +249,7 @@ Status gemm_odd_lines_sm90(const char *op, const GemmParams &g, int multiprocess
   }
   const uint64_t size[] = {uint64_t(g.n), uint64_t(g.k)};
   if (!map_tiled<2>(&p.b, g.dtype, g.b.data, size, {g.b.stride}, {kBox, kBox})) return kOk;
-  p.across = static_cast<int>(ceil_div(g.n, kCols * kPair)), p.slices = odd_lines_slices(g, multiprocessors);
+  p.across = static_cast<int>(ceil_div(g.n, kCols * kPair)), p.slices = odd_lines_plan(g, multiprocessors).slices;
   p.slice = g.m * g.n;
   p.items = tiles * p.across * p.slices;
   if (p.slices > 1) p.partials = static_cast<float *>(g.workspace);

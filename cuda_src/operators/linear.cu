@@ -143,7 +143,8 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
     if (lines.copies_out && !op.activation()) {  // or without the copy
       const int64_t of_copy = lines.dy_elements() * int64_t(sizeof(A));
       const GemmParams of_dx = gemm_params(matmuls.dx(dy.data, dx), op.allow_tf32, scratch.as<char>(), of_copy),
-                       of_dweight = gemm_params(matmuls.dweight(dy.data, dweight, adds), op.allow_tf32, nullptr, 0);
+                       of_dweight = gemm_params(matmuls.dweight(dy.data, dweight, adds), op.allow_tf32,
+                                                scratch.as<char>(), of_copy);
       bool done = false;
       AOT_TRY(gemm_odd_lines(name, dx ? &of_dx : nullptr, dweight ? &of_dweight : nullptr, dbias.data, stream, &done));
       if (done) return kOk;
