@@ -108,7 +108,9 @@ Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *
   auto *begin = scratch.as<char>(), *end = begin + scratch.size() * itemsize(accumulate_dtype(x.dtype));
   if (scratch) {
     auto *words = reinterpret_cast<float *>(begin);
-    AOT_TRY(copy_inputs(op.name, lines_of(x, weight, 1, scratch), true, true, &matmuls, &words, stream));
+    const LinearLines lines = lines_of(x, weight, 1, scratch);
+    AOT_TRY(copy_inputs(op.name, lines, true, true, &matmuls, &words, stream));
+    if (lines.copies_in) matmuls.in = ceil_div(matmuls.in, 8) * 8;  // with zeros behind lines
     begin = reinterpret_cast<char *>(words);
   }
   GemmParams g = gemm_params(matmuls.forward(y.data), op.allow_tf32, begin, end - begin);
