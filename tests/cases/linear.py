@@ -82,7 +82,10 @@ ROW = Row(
         _linear((70, 83), 1, activation="relu"),
         _linear((1, 40000), 0),
     ),
-    under_load=(_linear((1030, 1023), 1025),),  # large enough for copies of lines that are not aligned
+    under_load=(
+        _linear((1030, 1023), 1025),  # large enough for copies of lines that are not aligned
+        _linear((4096, 192), 2049),  # and for a backward without these
+    ),
     draw=_draw,
     bad=(
         Bad(
