@@ -1,6 +1,7 @@
 #include "lltm.h"
 
 #include "cuda/math.cuh"
+#include "cuda/overlap.cuh"
 #include "cuda/sum_slices.cuh"
 #include "gemm/gemm.h"
 #include "gemm/tile.cuh"
@@ -176,6 +177,7 @@ struct Joined {
 
 template <typename T, int kSize>
 __global__ void __launch_bounds__(256) lltm_join_kernel(Joined<T> joined) {
+  wait_for_kernel_before();
   joined.template write<kSize>(int64_t{blockIdx.x} * 256 + threadIdx.x);
 }
 
@@ -183,6 +185,7 @@ __global__ void __launch_bounds__(256) lltm_join_kernel(Joined<T> joined) {
 template <typename T, int kCount>
 __global__ void __launch_bounds__(256)
     lltm_cell_kernel(const Accumulate<T> *sums, CellForward<T> cell, int64_t packets) {
+  wait_for_kernel_before();
   const int64_t packet = int64_t{blockIdx.x} * 256 + threadIdx.x, at = packet * kCount;
   if (packet >= packets) return;
   const int64_t row = at / cell.state, j = at % cell.state;
@@ -418,8 +421,9 @@ template <typename T, int kSize>
 Status join(const char *op, const Operands<T> &x, T *joined, cudaStream_t stream) {
   const int64_t packets = x.rows * x.width() / kSize;
   if (packets == 0) return kOk;
-  lltm_join_kernel<T, kSize><<<grid_size(ceil_div(packets, 256)), 256, 0, stream>>>({x, joined});
-  return check_launch(op);
+  const unsigned blocks = grid_size(ceil_div(packets, 256));
+  return launch_kernel(op, lltm_join_kernel<T, kSize>, {blocks, 256, 0, 1, overlaps(blocks)}, stream,
+                       Joined<T>{x, joined});
 }
 
 // Computes the gates' sums, and calls `cell` with them. Leaves [old_h, input] in memory.joined if there are many.
@@ -438,8 +442,9 @@ Status launch_gates(const char *op, const Operands<T> &x, const CellForward<T> &
   AOT_TRY((join<T, kSize>(op, x, memory.joined, stream)));
   AOT_TRY(multiply(op, x.dtype, accumulate_dtype(x.dtype), x.rows, all, x.width(), matrix(memory.joined, x.width()),
                    matrix(x.weights, x.width(), true), {sums, all}, memory, stream));
-  lltm_cell_kernel<T, kCount><<<grid_size(ceil_div(packets, 256)), 256, 0, stream>>>(sums, cell, packets);
-  return check_launch(op);
+  const unsigned blocks = grid_size(ceil_div(packets, 256));
+  return launch_kernel(op, lltm_cell_kernel<T, kCount>, {blocks, 256, 0, 1, overlaps(blocks)}, stream, sums, cell,
+                       packets);
 }
 
 template <typename T, class Source>
