@@ -46,6 +46,7 @@ enum DataType { kFloat32Type = 0, kFloat64Type = 1, kFloat16Type = 2, kBFloat16T
 enum ComputeType { kCompute32 = 68, kCompute64 = 70, kComputeTf32 = 77 };
 enum Reductions : uint32_t { kReduceInPlace = 1, kReduceInComputeType = 2 };
 enum AlgorithmAttribute { kTile = 1, kSplits = 2 };
+constexpr int32_t kStreamK = -1;  // kSplits of an algorithm whose blocks have equal shares of all terms
 enum Tile { kTile64x64 = 15, kTile128x256 = 23, kTile256x128 = 24 };
 
 struct Library {
@@ -229,6 +230,8 @@ struct CublasLtCall {
   bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
   // The best algorithm by cuBLASLt's estimate, except in float32 (docs/lab_notes.md):
+  // - In TF32, of a product with b transposed, the best one with 8 MiB of workspace, where the best one is none that
+  //   shares the terms evenly (stream-K): it took 0.84 to 1.00 of its time on an H200, and elsewhere 0.99 to 1.04.
   // - In a product of 33 to 128 rows tiles of 64 x 64 that fill the device once, if there are such among its first
   //   eight, took 0.91 of the time of its first on an H200, and never more than 1.01.
   // - Elsewhere parts of the sums may be added in place, unless the best one that does without has large tiles: such
@@ -239,6 +242,11 @@ struct CublasLtCall {
     const bool few = wide && gemm.count == 1 && gemm.m > 32 && gemm.m <= 128 && !gemm.a.transposed && gemm.b.transposed;
     Heuristic all[8] = {};
     const int found = ask(handle, kReduceInComputeType, few ? 8 : 1, all);
+    const bool tf32 = gemm.dtype == DType::float32 && gemm.allow_tf32 && gemm.count == 1;
+    if (tf32 && !gemm.a.transposed && gemm.b.transposed && found && of(all[0].algorithm, kSplits) != kStreamK) {
+      Heuristic less = {};
+      if (ask(handle, kReduceInComputeType, 1, &less, 8 << 20)) return {less.algorithm, true};
+    }
     for (int i = 0; few && i < found; ++i)
       if (fills_once(all[i].algorithm, multiprocessors)) return {all[i].algorithm, true};
     if (wide && !(found && has_large_tiles(all[0].algorithm))) {
@@ -261,13 +269,13 @@ struct CublasLtCall {
  private:
   // Asks for the first `wanted` algorithms; how many there are. Those that sum in the type of the result are excluded
   // where it is narrower than what the product is computed in.
-  int ask(Object handle, uint32_t reductions, int wanted, Heuristic *results) {
+  int ask(Object handle, uint32_t reductions, int wanted, Heuristic *results, int64_t most_workspace = INT64_MAX) {
     OwnedObject preference(lib.preference_destroy);
     if (lib.preference_create(&preference.object)) return 0;
     auto prefer = [&](int attribute, auto value) {
       return lib.preference_set(preference.object, attribute, &value, sizeof value);
     };
-    prefer(kMaxWorkspace, uint64_t(gemm.workspace_bytes)), prefer(kReductions, reductions);
+    prefer(kMaxWorkspace, uint64_t(std::min(gemm.workspace_bytes, most_workspace))), prefer(kReductions, reductions);
     prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
     prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));
     int found = 0, usable = 0;
