@@ -162,6 +162,159 @@ __global__ void __launch_bounds__(kSumBlock) lltm_lanes_kernel(Operands<T> x, Ce
   if (present && lane == 0) cell.template write<1>(row, j, sum, read);
 }
 
+// Few rows in float32, for compute capability 9.0, where it was measured: one kernel computes the sums and the cell. A
+// cluster has a tile of kRows rows and kColumns columns of the state, which are three columns of sums each; its blocks
+// share the terms. These come in chunks of kDepth through kStages stages of shared memory, half of each for one group
+// of four warps and half for the other. A thread has 8 rows by 6 columns of sums.
+struct RowTile {
+  static constexpr int kRows = 64, kColumns = 32, kSums = 3 * kColumns, kDepth = 32, kStages = 4, kThreads = 256;
+  static constexpr int kStride = kDepth + 4, kLine = kSums + 4;  // in shared memory, padded against bank conflicts
+  static constexpr int kStage = (kRows + kSums) * kStride;
+  // Eight rows of sums, which blocks send each other. A block gets kOctets at most: two of each of seven blocks.
+  static constexpr int kOctet = 8 * kLine, kOctets = 14;
+  static constexpr int kShared = (kStages * kStage + kOctets * kOctet) * int{sizeof(float)};
+  // On an H200 it was faster than the product and its kernels with 16 to 128 rows and up to 12 chunks for each block,
+  // and slower with most of more.
+  static constexpr int kLeastRows = 16, kMostRows = 2 * kRows, kMostChunks = 12;
+  static_assert(kRows * kLine <= kStages * kStage, "the sums take the place of the stages");
+};
+
+__global__ void __launch_bounds__(RowTile::kThreads, 1) lltm_rows_kernel(Operands<float> x, CellForward<float> cell) {
+#if __CUDA_ARCH__ == 900
+  using Tile = RowTile;
+  extern __shared__ float4 memory[];
+  __shared__ uint64_t arrived;
+  float *const stages = reinterpret_cast<float *>(memory), *const octets = stages + Tile::kStages * Tile::kStage;
+  const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);  // of the cluster
+  const int width = static_cast<int>(x.width()), chunks = (width + Tile::kDepth - 1) / Tile::kDepth;
+  const int first = chunks * rank / blocks, last = chunks * (rank + 1) / blocks;
+  const int first_row = static_cast<int>(blockIdx.z) * Tile::kRows;
+  const int64_t first_column = int64_t{blockIdx.y} * Tile::kColumns;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&arrived, 1), mbarrier_init_fence();
+    mbarrier_expect(&arrived, (7 - rank + blocks) / blocks * blocks * Tile::kOctet * int{sizeof(float)});
+  }
+  __syncwarp();
+  if (blocks > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+
+  const int line = static_cast<int>(threadIdx.x) / 8, piece = static_cast<int>(threadIdx.x) % 8 * 4;
+  const float *const weights = x.weights + (first_column + line) * width;
+  const bool has_column = first_column + line < x.state;
+  auto copy = [&](int chunk) {
+    const int k = chunk * Tile::kDepth + piece;
+    uint32_t to =
+        shared_address(stages + (chunk - first) % Tile::kStages * Tile::kStage + line * Tile::kStride + piece);
+    constexpr int kNext = 32 * Tile::kStride * int{sizeof(float)};
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; i += 32, to += kNext) {
+      const int row = first_row + line + i;
+      copy_async(to, x.at(row, k), k < width && row < x.rows);
+    }
+#pragma unroll
+    for (int g = 0; g < 3; ++g, to += kNext) copy_async(to, weights + g * x.state * width + k, k < width && has_column);
+  };
+
+  wait_for_kernel_before();
+#pragma unroll 1
+  for (int i = 0; i < Tile::kStages; ++i) {
+    if (first + i < last) copy(first + i);
+    commit_copies();
+  }
+  const int lane = lane_index(), warp = warp_index() % 4, group = warp_index() / 4;
+  // Rows m + 8 i, sums n + j. Pairs of lanes share what they load, which halves its time.
+  const int m = lane / 2 % 8, n = 24 * warp + 6 * (lane / 16 * 2 + lane % 2);
+  float sum[8][6] = {};
+#pragma unroll 1
+  for (int i = first; i < last; ++i) {
+    if (i == first) wait_copies<Tile::kStages - 1>();
+    else wait_copies<Tile::kStages - 2>();
+    __syncthreads();
+    if (i > first) {
+      if (i - 1 + Tile::kStages < last) copy(i - 1 + Tile::kStages);
+      commit_copies();
+    }
+    const float *stage = stages + (i - first) % Tile::kStages * Tile::kStage + group * (Tile::kDepth / 2);
+    const float *a = stage + m * Tile::kStride, *b = stage + (Tile::kRows + n) * Tile::kStride;
+    Packet<float, 4> av[2][8], bv[2][6];  // the next four terms are read while four are multiplied
+    auto read = [&](int k) {
+      const int to = k / 4 % 2;
+#pragma unroll
+      for (int j = 0; j < 6; ++j) bv[to][j] = *reinterpret_cast<const Packet<float, 4> *>(b + j * Tile::kStride + k);
+#pragma unroll
+      for (int r = 0; r < 8; ++r)
+        av[to][r] = *reinterpret_cast<const Packet<float, 4> *>(a + 8 * r * Tile::kStride + k);
+    };
+    read(0);
+#pragma unroll
+    for (int k = 0; k < Tile::kDepth / 2; k += 4) {
+      if (k + 4 < Tile::kDepth / 2) read(k + 4);
+      const int from = k / 4 % 2;
+#pragma unroll
+      for (int l = 0; l < 4; ++l)
+#pragma unroll
+        for (int r = 0; r < 8; ++r)
+#pragma unroll
+          for (int j = 0; j < 6; ++j) sum[r][j] += av[from][r].value[l] * bv[from][j].value[l];
+    }
+  }
+
+  // Each group adds up half of the rows. Then the blocks do, eight rows in turn.
+  const int64_t column = first_column + lane;
+  const bool has_sums = column < x.state;
+  int row = 8 * rank + warp_index();
+  CellForward<float>::Read<1> read = {};
+  if (has_sums && first_row + row < x.rows) read = cell.read<1>(first_row + row, column);
+  using Pair = Packet<float, 2>;
+  float *const mine = stages + m * Tile::kLine + n;
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < 8; ++r)
+    if (r / 4 != group)
+#pragma unroll
+      for (int j = 0; j < 6; j += 2) store_packet(mine + r * Tile::kOctet + j, Pair{sum[r][j], sum[r][j + 1]});
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < 8; ++r)
+    if (r / 4 == group)
+#pragma unroll
+      for (int j = 0; j < 6; j += 2) {
+        float *const at = mine + r * Tile::kOctet + j;
+        const Pair other = *reinterpret_cast<const Pair *>(at);
+        store_packet(at, Pair{sum[r][j] + other.value[0], sum[r][j + 1] + other.value[1]});
+      }
+  __syncthreads();
+  const float *part = (blocks > 1 ? octets : stages) + warp_index() * Tile::kLine + lane;
+  if (blocks > 1) {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks have barriers
+#pragma unroll
+    for (int octet = 0; octet < 8; ++octet)
+      if (threadIdx.x < Tile::kOctet / 4) {
+        const Packet<float, 4> *from = reinterpret_cast<const Packet<float, 4> *>(stages + octet * Tile::kOctet);
+        float *to = octets + (octet / blocks * blocks + rank) * Tile::kOctet;
+        store_async(reinterpret_cast<Packet<float, 4> *>(to) + threadIdx.x, from[threadIdx.x], &arrived,
+                    octet % blocks);
+      }
+    mbarrier_wait_cluster(&arrived, 0);
+  }
+#pragma unroll 1
+  for (; row < Tile::kRows && first_row + row < x.rows; row += 8 * blocks) {
+    float total[3][1] = {};
+#pragma unroll
+    for (int r = 0; r < kMaxCluster; ++r)
+      if (r < blocks)
+#pragma unroll
+        for (int g = 0; g < 3; ++g) total[g][0] += part[r * Tile::kOctet + g * Tile::kColumns];
+    part += blocks * Tile::kOctet;
+    if (!has_sums) continue;
+    cell.write<1>(first_row + row, column, total, read);
+    const int next = row + 8 * blocks;
+    if (next < Tile::kRows && first_row + next < x.rows) read = cell.read<1>(first_row + next, column);
+  }
+#else
+  __trap();
+#endif
+}
+
 // Many gates: they are a product of joined = [old_h, input].
 template <typename T>
 struct Joined {
@@ -426,18 +579,61 @@ Status join(const char *op, const Operands<T> &x, T *joined, cudaStream_t stream
                        Joined<T>{x, joined});
 }
 
-// Computes the gates' sums, and calls `cell` with them. Leaves [old_h, input] in memory.joined if there are many.
+// Blocks of a cluster for so many tiles: as many as let all clusters run at once. Unused without code for 9.0.
+[[maybe_unused]] inline Status row_blocks(const char *op, int64_t tiles, unsigned *blocks) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // clusters at once of a size, and 1
+  int device = 0;
+  AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
+  for (*blocks = kMaxCluster; *blocks > 1; --*blocks) {
+    int64_t at_once = device < kDevices ? known[device][*blocks].load(std::memory_order_relaxed) - 1 : -1;
+    if (at_once < 0) {
+      AOT_TRY(clusters_at_once<lltm_rows_kernel>(op, RowTile::kThreads, *blocks, RowTile::kShared, &at_once));
+      if (device < kDevices) known[device][*blocks].store(static_cast<int>(at_once) + 1, std::memory_order_relaxed);
+    }
+    if (tiles <= at_once) break;
+  }
+  return kOk;
+}
+
+// The kernel of few rows, if it takes such a call.
+template <typename T, int kSize>
+Status launch_rows(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream, bool *done) {
+#ifdef AOT_HAVE_SM90
+  if constexpr (std::is_same_v<T, float> && kSize > 1) {
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op, &limits));
+    if (limits.major != 9 || x.rows < RowTile::kLeastRows || x.rows > RowTile::kMostRows) return kOk;
+    const int64_t columns = ceil_div(x.state, RowTile::kColumns), tiles = ceil_div(x.rows, RowTile::kRows);
+    unsigned blocks = 1;
+    AOT_TRY(row_blocks(op, columns * tiles, &blocks));
+    *done = ceil_div(x.width(), RowTile::kDepth * blocks) <= RowTile::kMostChunks;
+    if (!*done) return kOk;
+    const dim3 grid(blocks, static_cast<unsigned>(columns), static_cast<unsigned>(tiles));
+    return launch_kernel(op, lltm_rows_kernel, {grid, RowTile::kThreads, RowTile::kShared, blocks, true}, stream, x,
+                         cell);
+  }
+#endif
+  return kOk;
+}
+
+// Computes the gates' sums, and calls `cell` with them. *joined: whether it leaves [old_h, input] in memory.joined.
 template <typename T, int kSize>
 Status launch_gates(const char *op, const Operands<T> &x, const CellForward<T> &cell, bool few, const Memory<T> &memory,
-                    cudaStream_t stream) {
+                    cudaStream_t stream, bool *joined) {
   constexpr int kCount = kSize == 1 ? 1 : 4;
   const int64_t all = 3 * x.state, packets = x.rows * x.state / kCount;
+  *joined = false;
   if (packets == 0) return kOk;
   if (few) {
     const dim3 grid(grid_size(ceil_div(x.rows, kSumRows)), static_cast<unsigned>(x.state));
     lltm_lanes_kernel<T, kSize><<<grid, kSumBlock, 0, stream>>>(x, cell);
     return check_launch(op);
   }
+  bool done = false;
+  AOT_TRY((launch_rows<T, kSize>(op, x, cell, stream, &done)));
+  if (done) return kOk;
+  *joined = true;
   Accumulate<T> *sums = cell.gates ? cell.gates : memory.gates;
   AOT_TRY((join<T, kSize>(op, x, memory.joined, stream)));
   AOT_TRY(multiply(op, x.dtype, accumulate_dtype(x.dtype), x.rows, all, x.width(), matrix(memory.joined, x.width()),
@@ -471,9 +667,10 @@ Status lltm_cuda(const Lltm &op, const Tensor *in, const Tensor *out, void *stre
                                  out[op.kNewCell].as<T>(),   out[op.kGates].as<Accumulate<T>>(), x.state};
     const Memory<T> memory(work.as<Accumulate<T>>(), place);
     const bool few = op.few_gates(input, old_h);
+    bool joined = false;
     if (vectorizable(x, cell.bias, cell.old_cell, cell.new_h, cell.new_cell, cell.gates, work.as<T>()))
-      return launch_gates<T, kVectorSize<T>>(op.name, x, cell, few, memory, stream);
-    return launch_gates<T, 1>(op.name, x, cell, few, memory, stream);
+      return launch_gates<T, kVectorSize<T>>(op.name, x, cell, few, memory, stream, &joined);
+    return launch_gates<T, 1>(op.name, x, cell, few, memory, stream, &joined);
   });
 }
 
@@ -488,16 +685,17 @@ Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const T *bias
   constexpr int kCount = kSize == 1 ? 1 : 4;
   const int64_t all = 3 * x.state, width = x.width();
   const bool few = x.rows * width <= 36864, weights = d.dweights || d.dbias;
+  bool joined = false;
   if (recompute)
     AOT_TRY((launch_gates<T, kSize>(op.name, x, {bias, cell.old_cell, nullptr, nullptr, memory.gates, x.state},
-                                    few_gates, memory, stream)));
+                                    few_gates, memory, stream, &joined)));
   if (few && width <= 256)
     return launch_few(op.name, x, ComputedGradients<T>{cell}, d, weights || cell.dold_cell, stream);
   // Where a launch takes longer than a copy of few elements, [dold_h, dinput] is one product, and joined and dbias have
   // no kernels of their own.
   const bool packets = kCount == 1 || aligned(d.dold_h, d.dinput);
   const bool one_product = !few && d.dold_h && d.dinput && packets && x.rows * width <= kOneProduct;
-  const bool joins = !few && d.dweights && (!recompute || few_gates), joins_here = joins && one_product;
+  const bool joins = !few && d.dweights && !joined, joins_here = joins && one_product;
   const int parts = op.parts(x.rows);
   Accumulate<T> *const sums = d.dbias && !few ? memory.sums : nullptr;
   if (x.rows > 0 && x.state > 0) {
