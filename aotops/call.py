@@ -161,6 +161,8 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     last_error, address = op.library.functions_of(op).address("aot_last_error"), op.library.entry_address
     functions = (_EntryFunctions * 2)()
     for made, device in zip(functions, DEVICES, strict=True):
+        if not op.foreign and address(op, device):
+            op.library.check_entry(op, device)
         made.entry, made.init = address(op, device), address(op, device, "Init")
         made.infer, made.last_error = address(op, device, "Infer"), last_error
     handle = lib().aot_call_new(

@@ -25,7 +25,7 @@ from zlib import crc32
 
 from . import tvm_ffi_functions
 from .library import Library, LibraryError
-from .op import ATTRIBUTE_TYPES, Op, Rule
+from .op import ATTRIBUTE_TYPES, Op, Rule, check_known
 from .spec import DEVICES, DTYPES, TensorSpec, dtype_name
 
 SOURCES = (".cc", ".cpp", ".cxx", ".cu")
@@ -253,6 +253,10 @@ def define(
         LibraryError: the library exports no such function.
         TypeError, ValueError: a definition that is not one.
     """
+    names = {"inputs": inputs, "outputs": outputs, "mutates": mutates, "order": order, "vmappable": vmappable}
+    for what, given in names.items():
+        if isinstance(given, str):
+            raise TypeError(f"{name}: {what} is {given!r}, expected a tuple of names, as ({given!r},)")
     slots: dict[str, Any] = {"inputs": tuple(inputs), "outputs": tuple(outputs), "mutates": tuple(mutates)}
     like, defaults = dict(same_spec_as or {}), dict(defaults or {})
     op = Op(name, _unbound, **slots, attrs=dict(attrs or {}), same_spec_as=like, vmappable=frozenset(vmappable))
@@ -324,18 +328,12 @@ def _check_names(op: Op, defaults: Mapping[str, Any]) -> None:
     for attr, kind in attrs.items():
         if kind not in ATTRIBUTE_TYPES:
             raise ValueError(f"{name}: the type of {attr} is {kind!r}, expected one of {', '.join(ATTRIBUTE_TYPES)}")
-    _check_known(name, "defaults", defaults, attrs)
+    check_known(name, "defaults", defaults, attrs)
     if list(defaults) and set(list(attrs)[-len(defaults) :]) != set(defaults):
         raise ValueError(f"{name}: defaults are for {', '.join(defaults)}, expected the last of {', '.join(attrs)}")
-    _check_known(name, "same_spec_as", op.same_spec_as, outputs)
-    _check_known(name, "same_spec_as", op.same_spec_as.values(), inputs)
-    _check_known(name, "mutates", op.mutates, inputs)
-
-
-def _check_known(name: str, what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    for each in given:
-        if each not in known:
-            raise ValueError(f"{name}: {what} names {each!r}, expected one of {', '.join(known) or 'none'}")
+    check_known(name, "same_spec_as", op.same_spec_as, outputs)
+    check_known(name, "same_spec_as", op.same_spec_as.values(), inputs)
+    check_known(name, "mutates", op.mutates, inputs)
 
 
 def _symbols(
@@ -377,14 +375,16 @@ def _gradient(library: Library, op: Op, backward: Op | str | Callable[..., Any] 
             raise ValueError(f"{name}: backward is {backward!r}, expected an operator defined before: library.op(...)")
         backward = library.ops[backward]
     if not isinstance(backward, Op):
+        if not callable(backward):
+            raise TypeError(f"{name}: backward is {backward!r}, expected a function, an operator or its name")
         functions, *parameters = signature(backward).parameters or ("",)
         if functions in (*forward, *attrs, ""):
             raise TypeError(f"{name}: backward's first parameter is {functions!r}, expected F, the library's functions")
-        _check_known(name, "backward", parameters, (*forward, *attrs))
+        check_known(name, "backward", parameters, (*forward, *attrs))
         return {"rule": Rule(backward, tuple(parameters))}
-    _check_known(name, f"backward {backward.name}", backward.inputs, forward)
-    _check_known(name, f"backward {backward.name}", backward.outputs, [f"d{x}" for x in op.inputs])
-    _check_known(name, f"backward {backward.name}", backward.attrs, attrs)
+    check_known(name, f"backward {backward.name}", backward.inputs, forward)
+    check_known(name, f"backward {backward.name}", backward.outputs, [f"d{x}" for x in op.inputs])
+    check_known(name, f"backward {backward.name}", backward.attrs, attrs)
     if list(backward.attrs) == list(attrs):
         return {"backward": backward}
     if backward.foreign is None:

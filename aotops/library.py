@@ -158,6 +158,7 @@ class Library:
         self.name, self.cases, self.triton = name, cases, triton
         self.ops = {op.name: op.bound_to(self) for op in definitions}
         self._file = None if file is None else Path(file).absolute()
+        self._compared: set[tuple[str, str]] = set()
         self.defined: Callable[[Op], None] | None = None
         """Is told of each operator that ``op`` defines."""
 
@@ -235,7 +236,24 @@ class Library:
                 raise NotImplementedError(missing_device(op, device))
             why = f"; {self._without_cuda()}" if device == "cuda" else ""
             raise NotImplementedError(f"{op.name}: {self.path} has no {device} entry ({symbol}){why}")
+        self.check_entry(op, device)
         return symbol
+
+    def check_entry(self, op: Op, device: str) -> None:
+        """Compares a definition with what its entry says of itself; one of plain C says nothing.
+
+        Raises:
+            LibraryError: it has another number of tensors, has one in another place, or reads an attribute of another
+                name. Its call would read memory that is not there, or use a default.
+        """
+        if self._file is None or op.foreign or (op.name, device) in self._compared:
+            return
+        if described := self.address(f"{op.entry}_{device}Signature"):
+            text = ctypes.CFUNCTYPE(ctypes.c_char_p)(described)().decode()
+            lists = [[part[:-1] for part in each.split()] for each in text[:-1].split(";")]
+            if len(lists) == 3 and text[-1] in ";!":  # a long one is cut off
+                _check_agree(op, f"{op.entry}_{device} of {self.path}", lists, text[-1] == ";")
+        self._compared.add((op.name, device))
 
     def _without_cuda(self) -> str:
         """The text on what an operator without a CUDA entry needs."""
@@ -246,6 +264,27 @@ class Library:
         if self.contents.has_cuda:
             return "the library has CUDA code, but none of this operator: give it a kernel in a .cu source"
         return "the library has no CUDA code: if this operator has a .cu source, build the package where nvcc is"
+
+
+def _check_agree(op: Op, entry: str, lists: list[list[str]], reads_all: bool) -> None:
+    inputs, outputs, attrs = lists
+    mend = "they must agree; build the package after a change"
+    ours, theirs = (list(op.inputs), list(op.entry_outputs)), (inputs, outputs)
+    if not all(map(_agree, ours, theirs)):
+        given, found = (" and gives ".join(", ".join(each) or "none" for each in both) for both in (ours, theirs))
+        raise LibraryError(f"{op.name}: its definition takes {given}, but {entry} takes {found}: {mend}")
+    unread, lacking = [a for a in op.attrs if a not in attrs], [a for a in attrs if a not in op.attrs]
+    if unread and lacking and reads_all:
+        raise LibraryError(
+            f"{op.name}: its definition has the attribute {unread[0]}, but {entry} reads {', '.join(lacking)}: {mend}"
+        )
+
+
+def _agree(ours: list[str], theirs: list[str]) -> bool:
+    """Whether two lists name the same tensors: as many, and none that the other has in another place."""
+    if len(ours) != len(theirs):
+        return False
+    return all(a == b or (a not in theirs and b not in ours) for a, b in zip(ours, theirs, strict=True))
 
 
 def missing_device(op: Op, device: str) -> str:
@@ -307,7 +346,7 @@ def _loaded(file: Path) -> Functions:
     try:
         return Functions(name)
     except (OSError, UnicodeDecodeError) as error:
-        raise LibraryError(f"{file} does not load: {error}; rebuild it with `make clean lib`") from error
+        raise LibraryError(f"{file} does not load: {error}; {_rebuild(file)}") from error
 
 
 def _handle(name: str) -> int | None:
@@ -347,7 +386,11 @@ def _checked(file: Path, read: Callable[[Path], _Read]) -> _Read:
     except OSError as error:
         raise _unreadable(file, error) from None
     except ValueError as error:
-        raise LibraryError(f"{error}; rebuild it with `make clean lib`") from None
+        raise LibraryError(f"{error}; {_rebuild(file)}") from None
+
+
+def _rebuild(file: Path) -> str:
+    return "rebuild it with `make clean lib`" if file == path() else "build it again"
 
 
 def _unreadable(file: Path, error: OSError) -> LibraryError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -424,9 +424,12 @@ class Op:
         would be equal, and which a tensor that changes would corrupt.
 
         Raises:
-            TypeError: a value is not of its attribute's type.
+            TypeError: a value is not of its attribute's type, or there is not one for each.
             ValueError: an integer needs more than 64 bits, a number is too large for a float.
         """
+        if len(attrs) != len(self.attrs):
+            expected = ", ".join(self.attrs) or "none"
+            raise TypeError(f"{self.name}: its definition returns {len(attrs)} attributes, expected {expected}")
         return tuple(
             self._attr(name, kind, value) for (name, kind), value in zip(self.attrs.items(), attrs, strict=True)
         )
@@ -484,16 +487,48 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
     return define
 
 
+_TUPLES = ("inputs", "outputs", "residuals", "workspace", "mutates")
+_SETS = ("optional", "accepts_scalar", "vmappable", "seeds", "fuses")
+_OF_SLOTS = ("same_spec_as", "shapes", "alias")  # a set may be the forward's and the backward's
+
+
 def _defined(name: str, bind: Callable[..., Any], fields: Mapping[str, Any]) -> Op:
-    sets = {
-        key: frozenset(fields.get(key, ())) for key in ("optional", "accepts_scalar", "vmappable", "seeds", "fuses")
-    }
-    op = Op(name=name, bind=bind, **{**fields, **sets})
+    for key in (*_TUPLES, *_SETS):
+        if isinstance(given := fields.get(key), str):
+            raise TypeError(f"{name}: {key} is {given!r}, expected a tuple of names, as ({given!r},)")
+    op = Op(name=name, bind=bind, **{**fields, **{key: frozenset(fields.get(key, ())) for key in _SETS}})
+    _check_names(op)
     if op.mutates and op.has_gradient:
         raise NotImplementedError(f"{name}: an operator that writes to {', '.join(op.mutates)} has no gradient")
     if required := [slot for slot in op.added if slot not in op.optional]:
         raise TypeError(f"{op.name}: {required[0]} is required, expected it in optional: it is added to a product")
     return op
+
+
+def _check_names(op: Op) -> None:
+    """Raises ValueError for names that are not different, or that no slot has, and for types that no attribute has."""
+    slots = (*op.inputs, *op.outputs, *op.residuals, *op.workspace)
+    if len({*slots, *op.attrs}) < len(slots) + len(op.attrs):
+        raise ValueError(
+            f"{op.name}: tensors and attributes are {', '.join((*slots, *op.attrs))}, expected no name twice"
+        )
+    for attr, kind in op.attrs.items():
+        if not isinstance(kind, str) or kind.removesuffix("?") not in ATTRIBUTE_TYPES:
+            raise ValueError(f"{op.name}: the type of {attr} is {kind!r}, expected one of {', '.join(ATTRIBUTE_TYPES)}")
+    for key in _OF_SLOTS:
+        check_known(op.name, key, getattr(op, key), slots)
+    for key in ("same_spec_as", "alias"):
+        check_known(op.name, key, getattr(op, key).values(), slots)
+    check_known(op.name, "mutates", op.mutates, op.inputs)
+    if op.backward is not None:
+        check_known(op.name, "the backward", op.backward.outputs, [f"d{x}" for x in op.inputs])
+        check_known(op.name, "the backward", op.backward.inputs, (*slots, *(f"d{y}" for y in op.outputs)))
+
+
+def check_known(name: str, what: str, given: Iterable[str], known: Collection[str]) -> None:
+    for each in given:
+        if each not in known:
+            raise ValueError(f"{name}: {what} names {each!r}, expected one of {', '.join(known) or 'none'}")
 
 
 def _unbound(*_: Any) -> Any:

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from adding_an_op import FILES, ROOT
 
-from aotops import __version__, call, library
+from aotops import __version__, call, library, operator
 from aotops.infer import infer
 from aotops.library import Library, LibraryError
 from aotops.ops import BUILTIN, OPS
@@ -147,12 +148,80 @@ def test_errors_of_every_call_path(elsewhere):
         run(0, 0, *[np.ones(3, np.int32).ctypes.data] * 2)
 
 
+UNLIKE = {
+    "another output": (
+        {"residuals": ("r",)},
+        r"its definition takes x and gives y, r, but .* takes x and gives y: they",
+    ),
+    "another input": (
+        {"inputs": ("x", "z")},
+        r"its definition takes x, z and gives y, but .* takes x and gives y: they",
+    ),
+    "another attribute": (
+        {"attrs": {"times": "float"}},
+        r"has the attribute times, but .* reads factor: they must agree",
+    ),
+    "another name": ({"inputs": ("a",), "outputs": ("b",)}, None),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_definition_that_is_unlike_its_entry(elsewhere, what):
+    """Its call would read tensors that are not there, or compute with the default of an attribute."""
+    changes, message = UNLIKE[what]
+    spec = TensorSpec((3,), "float32")
+    op = replace(elsewhere.ops["scale"], same_spec_as={}, backward=None, **changes)
+    op = Library(f"unlike {what}", [op], elsewhere.path).ops["scale"]
+    specs = (spec,) * len(op.inputs)
+    if message is None:
+        assert [*infer(op, (1.0,), specs).values()] == [spec]
+        return
+    with pytest.raises(LibraryError, match=message):
+        infer(op, (1.0,), specs)
+    with pytest.raises(LibraryError, match=message):
+        call.handle_of(op, (1.0,))
+
+
+def test_names_of_a_definition():
+    def scale(x, factor=1.0):
+        return (x,), (factor,)
+
+    good = {"inputs": ("x",), "outputs": ("y",), "attrs": {"factor": "float"}, "same_spec_as": {"y": "x"}}
+    backward = {"inputs": ("dy",), "outputs": ("dx",)}
+    for error, message, changes in (
+        (TypeError, r"scale: inputs is 'x', expected a tuple of names, as \('x',\)", {"inputs": ("x")}),
+        (TypeError, r"scale: vmappable is 'xy', expected a tuple", {"vmappable": "xy"}),
+        (
+            ValueError,
+            "scale: tensors and attributes are x, x, y, factor, expected no name twice",
+            {"inputs": ("x", "x")},
+        ),
+        (
+            ValueError,
+            "scale_backward: the type of factor is 'double', expected one of",
+            {"attrs": {"factor": "double"}},
+        ),
+        (ValueError, "scale: same_spec_as names 'z', expected one of x, y", {"same_spec_as": {"y": "z"}}),
+        (ValueError, "scale: the backward names 'dz', expected", {"backward": backward | {"inputs": ("dz",)}}),
+        (
+            ValueError,
+            "scale: the backward names 'dz', expected one of dx",
+            {"backward": backward | {"outputs": ("dz",)}},
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            operator(**good | {"backward": backward} | changes)(scale)
+    assert operator(**good, backward=backward)(scale).canonical((2,)) == (2.0,)
+    with pytest.raises(TypeError, match="scale: its definition returns 0 attributes, expected factor"):
+        operator(**good, backward=backward)(scale).canonical(())
+
+
 def test_a_library_that_does_not_load(tmp_path):
     missing = Library("missing", OPS.values(), tmp_path / "no.so")
     with pytest.raises(LibraryError, match=r"no\.so does not exist"):
         missing.entry_name(missing.ops["gelu"], "cpu")
     (tmp_path / "text.so").write_text("no library")
-    with pytest.raises(LibraryError, match=r"text\.so does not load"):
+    with pytest.raises(LibraryError, match=r"text\.so does not load: .*; build it again$"):
         infer(
             Library("text", OPS.values(), tmp_path / "text.so").ops["gelu"], ("none",), (TensorSpec((1,), "float32"),)
         )
