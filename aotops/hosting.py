@@ -253,7 +253,7 @@ def define(
         LibraryError: the library exports no such function.
         TypeError, ValueError: a definition that is not one.
     """
-    names = {"inputs": inputs, "outputs": outputs, "mutates": mutates, "order": order, "vmappable": vmappable}
+    names = {"inputs": inputs, "outputs": outputs, "mutates": mutates, "vmappable": vmappable}
     for what, given in names.items():
         if isinstance(given, str):
             raise TypeError(f"{name}: {what} is {given!r}, expected a tuple of names, as ({given!r},)")
