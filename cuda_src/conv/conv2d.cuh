@@ -62,6 +62,8 @@ class LaunchSequence {
   }
   // The next kernel starts when all before it have ended.
   void wait_for_all() { overlap_ = false; }
+  // The next kernel may overlap the one before it, which need not be of this sequence: it waits for that.
+  void overlap() { overlap_ = true; }
   const char *op() const { return op_; }
   cudaStream_t stream() const { return stream_; }
 

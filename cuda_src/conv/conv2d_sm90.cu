@@ -1,6 +1,6 @@
 #include "conv2d_hwcn.cuh"
 #include "conv2d_parts.cuh"
-#include "conv2d_wgmma.cuh"
+#include "conv2d_rows.cuh"
 
 #include <climits>
 
@@ -132,6 +132,12 @@ auto with_tile(const Conv2dWgmma &p, F f) {
 template <Conv2dGemm::Pass kPass>
 int count_slices(const Conv2dWgmma &p, int most) {
   return with_tile<kPass>(p, [&](auto type) { return count_slices<typename decltype(type)::type, kPass>(p, most); });
+}
+
+// The least estimate for y, or dx, which is the same.
+int64_t least_estimate(const Conv2dWgmma &p) {
+  auto of_tile = [&](auto type) { return estimate<typename decltype(type)::type, Conv2dGemm::y>(p); };
+  return with_tile<Conv2dGemm::y>(p, of_tile);
 }
 
 // f(an integral_constant of the pass).
@@ -269,6 +275,13 @@ Status run(LaunchSequence &launch, const Conv2dGemm &c) {
   const bool strided = c.pass == Conv2dGemm::dx && (c.stride_h > 1 || c.stride_w > 1);
   if (strided && !clears(c)) return run_phases<T>(launch, c);
   if (strided) p.clear_h = c.stride_h, p.clear_w = c.stride_w;
+  if constexpr (sizeof(T) == 2)
+    if (takes_rows(c)) {
+      const RowsChoice choice = choose_rows(c);
+      p.by_boxes = true;
+      // 3 % for what was not measured; a launch that overlaps spares a microsecond
+      if (choice.time * 33 / 32 < least_estimate(p) + 1000) return run_rows<T>(launch, c, choice);
+    }
   if (!map_operands(c, &p)) return refused(launch.op());
   if constexpr (sizeof(T) == 4)
     if (c.pass == Conv2dGemm::dweight)

@@ -117,6 +117,15 @@ CONVOLUTIONS = [
     ((16, 64, 9, 9), 256, (3, 3), {"stride": 2}),  # dx: one stride phase in slices, others not
     ((128, 512, 7, 7), 512, (3, 3), {"padding": 1}),
     ((32, 512, 7, 7), 1024, (1, 1), {}),
+    # boxes of whole rows, in 16 bits and NHWC: each tile, images that share one, several tiles a block, parts of tiles
+    ((45, 64, 7, 7), 264, (3, 3), {"padding": 1}),
+    ((5, 136, 23, 21), 200, (3, 5), {"padding": (1, 2)}),
+    ((1, 64, 56, 55), 72, (3, 3), {}),
+    ((66, 64, 16, 16), 72, (3, 3), {"padding": 1}),
+    ((67, 72, 16, 17), 136, (3, 3), {"padding": 2}),
+    ((33, 72, 28, 29), 64, (3, 3), {"padding": (0, 1)}),
+    ((4, 64, 58, 57), 128, (3, 1), {"padding": (1, 0)}),
+    ((3, 136, 65, 64), 192, (3, 2), {"padding": (2, 1), "dilation": (2, 1)}),
     # depthwise: whole planes and parts of them, and several blocks of channels
     ((3, 72, 56, 56), 72, (3, 3), {"padding": 1, "groups": 72}),
     ((70, 130, 14, 14), 130, (5, 5), {"padding": 2, "stride": 2, "groups": 130}),
@@ -217,6 +226,23 @@ def test_conv2d_in_float32_has_all_bits(shape, outputs, kernel, options, wide, f
     for t, exact in zip(results, expected, strict=True):
         assert exact.abs().max() < 2**24
         assert torch.equal(t, exact.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("offset", [1, 8])
+def test_views_in_bfloat16_beside_others(offset):
+    """x, weight and dy are views from an element on that is aligned to 2 or 16 bytes, among infinities, of which no
+    result has one."""
+    sizes = (3, 72, 15, 13), (136, 72, 3, 3), (136,), (3, 136, 15, 13)
+    views = []
+    for size in sizes:
+        flat = torch.full((math.prod(size) + 1024,), math.inf, device="cuda", dtype=torch.bfloat16)
+        part = flat[512 + offset :][: math.prod(size)].copy_(torch.randint(-3, 4, (math.prod(size),)))
+        views.append(part.view(size[0], *size[2:], size[1]).permute(0, 3, 1, 2) if len(size) == 4 else part)
+    exact = convolved(F.conv2d, *(t.double() for t in views), padding=1)
+    for t, expected in zip(convolved(ours.conv2d, *views, padding=1), exact, strict=True):
+        assert torch.equal(t, expected.bfloat16())
 
 
 @pytest.mark.gpu
