@@ -122,7 +122,25 @@ struct LaunchConfig {
   LaunchConfig(const LaunchConfig &) = delete;  // config points to attributes
 };
 
-// Allows a kernel its dynamic shared memory, and clusters of more than kMaxCluster blocks.
+// Where the dynamic shared memory of a kernel is kept that launches on a device may have. Null: there are more kernels.
+inline std::atomic<int> *allowed_memory(const void *kernel, int device) {
+  struct Entry {
+    std::atomic<uint64_t> kernel;
+    std::atomic<int> bytes;
+  };
+  constexpr uint64_t kEntries = 1 << 10;
+  static Entry entries[kEntries];
+  const uint64_t key = reinterpret_cast<uintptr_t>(kernel) ^ uint64_t(device) << 48;
+  uint64_t at = key * 0x9e3779b97f4a7c15 >> 54;
+  for (uint64_t i = 0; i < kEntries; ++i, at = (at + 1) % kEntries) {
+    uint64_t found = 0;
+    if (entries[at].kernel.compare_exchange_strong(found, key) || found == key) return &entries[at].bytes;
+  }
+  return nullptr;
+}
+
+// Allows a kernel its dynamic shared memory, and clusters of more than kMaxCluster blocks. What is allowed only rises:
+// another thread may be about to launch the kernel with as much.
 template <class Kernel>
 Status allow(const char *op, Kernel *kernel, int cluster, int shared) {
   // Every kernel may have 48 KB, of which 17 KB or less are static shared memory: exchanges.
@@ -130,7 +148,16 @@ Status allow(const char *op, Kernel *kernel, int cluster, int shared) {
   if (cluster > kMaxCluster)
     AOT_TRY(check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
   if (shared <= kAlwaysAllowed) return kOk;
-  return check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  int device = 0;
+  AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
+  std::atomic<int> *const allowed = allowed_memory(reinterpret_cast<const void *>(kernel), device);
+  if (allowed && allowed->load(std::memory_order_acquire) >= shared) return kOk;
+  static std::mutex raising;
+  std::lock_guard<std::mutex> hold(raising);
+  if (allowed && *allowed >= shared) return kOk;
+  AOT_TRY(check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)));
+  if (allowed) allowed->store(shared, std::memory_order_release);
+  return kOk;
 }
 
 // Launches a kernel. Before compute capability 9.0, kernels do not overlap.

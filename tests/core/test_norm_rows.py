@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -39,6 +41,23 @@ def test_many_long_rows_are_exact_and_the_same_twice(name, cols):
 def test_few_rows_are_exact_and_the_same_twice(name, rows, cols):
     generator = torch.Generator("cuda").manual_seed(rows + cols)
     check(name, lambda *shape: torch.randn(shape, device="cuda", generator=generator), rows, cols)
+
+
+def test_threads_run_a_kernel_with_more_and_less_shared_memory():
+    """The limit of a kernel is the process's: one thread lowered it between another's request and its launch."""
+    from aotops.frontends import torch as ours
+
+    widths = 70_000, 80_000, 90_000, 100_000
+    inputs = [(torch.randn(4, n, device="cuda"), torch.randn(n, device="cuda")) for n in widths]
+    torch.cuda.synchronize()
+
+    def run(x, weight):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [ours.rms_norm(x, x.shape[1:], weight) for _ in range(200)]
+            return all(torch.equal(y, results[0]) for y in results)
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(lambda each: run(*each), inputs))
 
 
 def check(name, made, rows, cols):
