@@ -482,17 +482,19 @@ struct AttentionBackward : AttentionAttrs {
   // The floats that a GPU needs for one pass over 16 bits (attention_wgmma_backward.cuh, attention_mma_backward.cuh):
   // for each query, in whole tiles of 128, a row of dq, two numbers and less than one turn; a counter; and alignment.
   // In float32 (attention_float_sm90.cu) a turn for each tile of at least 32 queries. In 16 bits, at a head_dim of
-  // 128 and where all queries see all keys, also sums of dk and dv of kMostShared tiles of keys, with 16 numbers each,
-  // and alignment.
+  // 128 and where all queries see all keys, also sums of dk and dv of the tiles of keys that two blocks may have, 16
+  // numbers for each, and alignment: what is left of all tiles after whole rounds of blocks is less than half of them.
   int64_t pass_space(const Spec &q, const Spec &v) const {
     const int64_t columns = std::max(dim(q), dim(v)), of_heads = q.product(0, q.ndim - 3) * heads(q);
-    if (!kIsCuda || q.dtype == DType::float64 || columns > (q.dtype == DType::float32 ? 256 : 128)) return 0;
-    if (q.dtype == DType::float32) return of_heads * ((seq(q) + 31) / 32);
+    if (!kIsCuda || q.dtype == DType::float64 || columns > 256) return 0;
+    const bool half = q.dtype == DType::float16 || q.dtype == DType::bfloat16, wide = columns > 128;
+    if (q.dtype == DType::float32 || (wide && !half)) return of_heads * ((seq(q) + 31) / 32);
+    if (wide) return 0;
     const int64_t alone = of_heads * ((seq(q) + 127) / 128 * 128) * ((columns <= 64 ? 64 : 128) + 3) + 64;
     const int64_t tiles = q.product(0, q.ndim - 3) * heads(v) * ((seq(v) + 127) / 128);
     const bool full = !causal && (!window.n || (window.value[0] < 0 && window.value[1] < 0));
     const bool shares = full && columns > 64 && tiles >= kLeastToShare;
-    return alone + (shares ? kMostShared * (2 * 128 * 128 + 16) + 32 : 0);
+    return alone + (shares ? std::min(kMostShared, tiles / 2) * 2 * 128 * 128 + 16 * kMostShared + 32 : 0);
   }
 };
 
