@@ -101,19 +101,25 @@ Status copy_inputs(const char *op, const LinearLines &lines, bool x, bool weight
   return copy_lines(op, copies, count, stream);
 }
 
+// The zeros behind the copies' lines are multiplied too, so that no size is odd.
+MatmulProblem forward_of(const LinearMatmuls &matmuls, const LinearLines &lines, void *y) {
+  MatmulProblem p = matmuls.forward(y);
+  if (lines.copies_in) p.k = ceil_div(p.k, 8) * 8;
+  return p;
+}
+
 Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *stream_) {
   const Tensor &x = in[0], &weight = in[1], &bias = in[2], &y = out[0], &pre_activation = out[1], &scratch = out[2];
   auto *stream = static_cast<cudaStream_t>(stream_);
   LinearMatmuls matmuls(x, weight);
   auto *begin = scratch.as<char>(), *end = begin + scratch.size() * itemsize(accumulate_dtype(x.dtype));
+  const LinearLines lines = lines_of(x, weight, 1, scratch);
   if (scratch) {
     auto *words = reinterpret_cast<float *>(begin);
-    const LinearLines lines = lines_of(x, weight, 1, scratch);
     AOT_TRY(copy_inputs(op.name, lines, true, true, &matmuls, &words, stream));
-    if (lines.copies_in) matmuls.in = ceil_div(matmuls.in, 8) * 8;  // with zeros behind lines
     begin = reinterpret_cast<char *>(words);
   }
-  GemmParams g = gemm_params(matmuls.forward(y.data), op.allow_tf32, begin, end - begin);
+  GemmParams g = gemm_params(forward_of(matmuls, lines, y.data), op.allow_tf32, begin, end - begin);
   g.bias = bias.data, g.activation = op.activation(),
   g.pre_activation = op.activation() ? pre_activation.data : nullptr;
   return gemm(op.name, g, stream);
@@ -159,7 +165,7 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
     if (op.activation()) {
       if (pre_activation) z.data = pre_activation.as<T>();
       else z = {dz.data, dz.line};
-      if (recomputes) AOT_TRY(run(matmuls.forward(dz.data), bias.data));
+      if (recomputes) AOT_TRY(run(forward_of(matmuls, lines, dz.data), bias.data));
     }
     AOT_TRY(activation_backward<T>(name, dy.as<T>(), z, {makes_dz ? dz.data : nullptr, dz.line}, dbias.as<T>(),
                                    partials, matmuls.rows, matmuls.out, op.activation(), stream));
