@@ -307,7 +307,7 @@ struct Conv2dParams {
     // elements in a vector of 16 bytes; a workspace of float64 has as many elements as its tensors
     const int64_t vector = 16 / itemsize(dtype), size = std::min<int64_t>(itemsize(dtype), 4);
     if (p.any(patches) && x_is_patches(s, dtype)) {
-      constexpr int64_t kMost = 1 << 21;  // 8 MiB, as cuDNN: a model's peak may be here
+      constexpr int64_t kMost = 1 << 21;  // 8 MiB, as cuDNN (in float64 16): a model's peak may be here
       p.channels = s.channels;
       p.library = std::min(kMost, library_workspace(s.pixels() * s.out_channels, s.channels));
       return p;

@@ -230,25 +230,25 @@ struct CublasLtCall {
   bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
   // The best algorithm by cuBLASLt's estimate, except in float32 (docs/lab_notes.md):
-  // - In TF32, of a product with b transposed, the best one with 8 MiB of workspace, where the best one is none that
-  //   shares the terms evenly (stream-K): it took 0.84 to 1.00 of its time on an H200, and elsewhere 0.99 to 1.04.
+  // - In TF32 on 9.0, of a product with b transposed, the best one with 8 MiB of workspace, where the best one is none
+  //   that shares the terms evenly (stream-K): it took 0.84 to 1.00 of its time on an H200, and elsewhere 0.99 to 1.04.
   // - In a product of 33 to 128 rows tiles of 64 x 64 that fill the device once, if there are such among its first
   //   eight, took 0.91 of the time of its first on an H200, and never more than 1.01.
   // - Elsewhere parts of the sums may be added in place, unless the best one that does without has large tiles: such
   //   took 0.96 to 1.02 of the time of those that add in place, with smaller ones 1.04 to 1.16. Counters keep the order
   //   of the additions, so that a call has the same bits each time.
-  CachedAlgorithm find_algorithm(Object handle, int multiprocessors) {
+  CachedAlgorithm find_algorithm(Object handle, const DeviceLimits &limits) {
     const bool wide = gemm.dtype == DType::float32 && gemm.c_dtype == DType::float32 && !gemm.allow_tf32;
     const bool few = wide && gemm.count == 1 && gemm.m > 32 && gemm.m <= 128 && !gemm.a.transposed && gemm.b.transposed;
     Heuristic all[8] = {};
     const int found = ask(handle, kReduceInComputeType, few ? 8 : 1, all);
-    const bool tf32 = gemm.dtype == DType::float32 && gemm.allow_tf32 && gemm.count == 1;
+    const bool tf32 = gemm.dtype == DType::float32 && gemm.allow_tf32 && gemm.count == 1 && limits.major == 9;
     if (tf32 && !gemm.a.transposed && gemm.b.transposed && found && of(all[0].algorithm, kSplits) != kStreamK) {
       Heuristic less = {};
       if (ask(handle, kReduceInComputeType, 1, &less, 8 << 20)) return {less.algorithm, true};
     }
     for (int i = 0; few && i < found; ++i)
-      if (fills_once(all[i].algorithm, multiprocessors)) return {all[i].algorithm, true};
+      if (fills_once(all[i].algorithm, limits.multiprocessors)) return {all[i].algorithm, true};
     if (wide && !(found && has_large_tiles(all[0].algorithm))) {
       Heuristic in_place = {};
       if (ask(handle, kReduceInComputeType | kReduceInPlace, 1, &in_place)) return {in_place.algorithm, true};
@@ -378,7 +378,7 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
     } else {
       DeviceLimits limits;
       AOT_TRY(device_limits(op, &limits));
-      cached = call.find_algorithm(handle, limits.multiprocessors);
+      cached = call.find_algorithm(handle, limits);
       if (cache().size() >= kMaxCached) cache().clear();
       cache().emplace(key, cached);
     }
