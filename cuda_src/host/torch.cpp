@@ -134,6 +134,7 @@ struct ModuleCall {
   void *original;  // the class that it was made of,
   void *ways[2];   // its `__call__` and `_call_impl`, which are nn.Module's,
   void *forward;   // and its forward
+  void *replaced;  // the forward that stands in its place
   void *hooks[4];  // the dictionaries of all modules' hooks
 };
 
@@ -826,12 +827,16 @@ bool is_bare(void *module, void *const *hooks) {
 
 // Whether nn.Module's `__call__` would find nothing but that forward: neither the class nor the instance has others.
 bool is_called_as_known(const ModuleCall &m, void *module) {
-  static void *const ways[] = {PyUnicode_InternFromString("__call__"), PyUnicode_InternFromString("_call_impl")};
-  static void *const compiled = PyUnicode_InternFromString("_compiled_call_impl");
+  static void *const forward = PyUnicode_InternFromString("forward"),
+                     *const call = PyUnicode_InternFromString("__call__"),
+                     *const call_impl = PyUnicode_InternFromString("_call_impl"),
+                     *const compiled = PyUnicode_InternFromString("_compiled_call_impl");
   if (!is_bare(module, m.hooks)) return false;
   Ref own = PyObject_GenericGetDict(module, nullptr);
-  bool known = own && !PyDict_GetItemWithError(own, compiled) && !PyDict_GetItemWithError(own, ways[1]);
-  for (int i = 0; known && i < 2; ++i) known = Ref(PyObject_GetAttr(m.original, ways[i])) == m.ways[i];
+  const bool known = own && !PyDict_GetItemWithError(own, compiled) && !PyDict_GetItemWithError(own, call_impl) &&
+                     Ref(PyObject_GetAttr(m.original, call)) == m.ways[0] &&
+                     Ref(PyObject_GetAttr(type_of(module), call_impl)) == m.ways[1] &&
+                     Ref(PyObject_GetAttr(type_of(module), forward)) == m.replaced;
   PyErr_Clear();
   return known;
 }
@@ -928,7 +933,7 @@ AOT_API int aot_torch_install_call(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 16" +
+      "version 17" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -943,7 +948,7 @@ AOT_API const char *aot_torch_structs() {
                    constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
       AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, device,
                    elements, rows, product_bits, uneven_weight, fewest_rows, held_name, held, last_size, last_int) +
-      AOT_DESCRIBE(ModuleCall, module, original, ways, forward, hooks);
+      AOT_DESCRIBE(ModuleCall, module, original, ways, forward, replaced, hooks);
   return text.c_str();
 }
 

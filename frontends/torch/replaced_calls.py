@@ -49,9 +49,10 @@ def call_without_frames(made: type[nn.Module], original: type[nn.Module], call: 
         original=id(original),
         ways=(c_void_p * 2)(*map(id, ways)),
         forward=id(original.forward),
+        replaced=id(made.forward),
         hooks=(c_void_p * 4)(*map(id, GLOBAL_HOOKS)),
     )
-    if install_call(__call__, struct_capsule(struct, call, original, ways, original.forward)):
+    if install_call(__call__, struct_capsule(struct, call, original, ways, original.forward, made.forward)):
         made.__call__ = __call__
 
 

@@ -78,7 +78,7 @@ class Module(Structure):
 class ModuleCall(Structure):
     _fields_ = [
         ("module", c_void_p), ("original", c_void_p), ("ways", c_void_p * 2), ("forward", c_void_p),
-        ("hooks", c_void_p * 4),
+        ("replaced", c_void_p), ("hooks", c_void_p * 4),
     ]  # fmt: skip
 
 

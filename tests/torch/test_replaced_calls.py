@@ -576,6 +576,12 @@ def test_other_ways_of_calls_are_seen(make, monkeypatch):
             with monkeypatch.context() as patched:
                 patched.setattr(cls, name, lambda self, x, way=way: 2 * way(self, x))
                 compare(theirs, mine)
+    for name in ("forward", "_call_impl"):
+        with monkeypatch.context() as patched:
+            for cls in (type(mine), type(theirs)):
+                way = getattr(cls, name)
+                patched.setattr(cls, name, lambda self, x, way=way: 2 * way(self, x))
+            compare(theirs, mine)
     for module in (theirs, mine):
         module._call_impl = lambda x, module=module: 3 * type(module)._call_impl(module, x)
     compare(theirs, mine)
