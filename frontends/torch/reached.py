@@ -29,8 +29,10 @@ _VERSIONED = {"aotops", "torch", "numpy"}
 versions, or they do not change what an operator is."""
 _PYTHON = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
 _UNREAD = {
-    "globals", "vars", "locals", "eval", "exec", "compile", "__import__", "import_module", "open", "environ", "getenv",
-    "__globals__", "_getframe", "modules",
+    "globals", "vars", "locals", "eval", "exec", "compile", "__import__", "import_module", "__globals__",
+    "__builtins__", "_getframe", "currentframe", "modules", "getattr", "attrgetter", "methodcaller", "environ",
+    "environb", "getenv", "getenvb", "open", "read_text", "read_bytes", "load", "loadtxt", "genfromtxt", "fromfile",
+    "memmap",
 }  # fmt: skip
 """Names by which code reads what its own names do not tell."""
 _MOST = 10_000
@@ -142,10 +144,8 @@ def _hash(*parts: str) -> bytes:
 
 
 def _names(code: CodeType) -> set[str]:
-    """With strings, which ``getattr`` takes."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    strings = (one for one in code.co_consts if isinstance(one, str) and one.isidentifier())
-    return set(code.co_names).union(strings, *map(_names, inner))
+    return set(code.co_names).union(*map(_names, inner))
 
 
 def _contents(function: FunctionType) -> list[Any]:

@@ -110,10 +110,6 @@ PAIRS = {
         made(CALL, helpers=module("k = 1\ndef scale(x): return x * k")),
         made(CALL, helpers=module("k = 2\ndef scale(x): return x * k")),
     ),
-    "a value of a module by its name in a string": (
-        made("def f(x): return x * getattr(helpers, 'k')", helpers=module("k = 1")),
-        made("def f(x): return x * getattr(helpers, 'k')", helpers=module("k = 2")),
-    ),
     "an imported function": (made(IMPORTED, scale=made(ONE)), made(IMPORTED, scale=made(TWO))),
     "what it encloses": (enclosing(2), enclosing(2.0)),
     "a function that it encloses": (enclosing(made(ONE)), enclosing(made(TWO))),
@@ -189,7 +185,18 @@ unknown = iter(())
 
 
 @pytest.mark.parametrize(
-    "value", ["globals()['k']", "vars(helpers)['k']", "eval('k')", "float(os.environ['K'])", "f.__globals__['k']"]
+    "value",
+    [
+        "globals()['k']",
+        "vars(helpers)['k']",
+        "eval('k')",
+        "float(os.environ['K'])",
+        "f.__globals__['k']",
+        "getattr(helpers, 'k')",
+        "operator.attrgetter('k')(helpers)",
+        "float(path.read_text())",
+        "np.load(path)",
+    ],
 )
 def test_a_function_that_reads_what_its_names_do_not_tell_is_unknown(value):
     assert reached.digest(made(f"def f(x): return x * {value}", k=1, helpers=module("k = 1"), os=os)) is None
