@@ -261,7 +261,7 @@ def test_text_that_no_attribute_may_be(word):
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64, 10**4000])
 def test_integers_of_more_than_64_bits(number):
     with pytest.raises(ValueError, match=r"cross_entropy: ignore_index is .*, expected an integer of 64 bits"):
-        encode(OPS["cross_entropy"], (number, "mean", 0.0))
+        encode(OPS["cross_entropy"], (number, "mean", 0.0, None, 0.0, None))
     with pytest.raises(ValueError, match=r"conv2d: stride is .*, expected integers of 64 bits"):
         encode(OPS["conv2d"], ((1, number), (0, 0), (1, 1), 1, "NCHW", False))
 
