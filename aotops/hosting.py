@@ -25,7 +25,7 @@ from zlib import crc32
 
 from . import tvm_ffi_functions
 from .library import Library, LibraryError
-from .op import ATTRIBUTE_TYPES, Op, Rule, check_known
+from .op import ATTRIBUTE_TYPES, Op, Rule, check_known, check_no_strings
 from .spec import DEVICES, DTYPES, TensorSpec, dtype_name
 
 SOURCES = (".cc", ".cpp", ".cxx", ".cu")
@@ -253,10 +253,7 @@ def define(
         LibraryError: the library exports no such function.
         TypeError, ValueError: a definition that is not one.
     """
-    names = {"inputs": inputs, "outputs": outputs, "mutates": mutates, "vmappable": vmappable}
-    for what, given in names.items():
-        if isinstance(given, str):
-            raise TypeError(f"{name}: {what} is {given!r}, expected a tuple of names, as ({given!r},)")
+    check_no_strings(name, {"inputs": inputs, "outputs": outputs, "mutates": mutates, "vmappable": vmappable})
     slots: dict[str, Any] = {"inputs": tuple(inputs), "outputs": tuple(outputs), "mutates": tuple(mutates)}
     like, defaults = dict(same_spec_as or {}), dict(defaults or {})
     op = Op(name, _unbound, **slots, attrs=dict(attrs or {}), same_spec_as=like, vmappable=frozenset(vmappable))

@@ -489,13 +489,11 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
 
 _TUPLES = ("inputs", "outputs", "residuals", "workspace", "mutates")
 _SETS = ("optional", "accepts_scalar", "vmappable", "seeds", "fuses")
-_OF_SLOTS = ("same_spec_as", "shapes", "alias")  # a set may be the forward's and the backward's
+_OF_SLOTS = ("same_spec_as", "shapes", "alias")
 
 
 def _defined(name: str, bind: Callable[..., Any], fields: Mapping[str, Any]) -> Op:
-    for key in (*_TUPLES, *_SETS):
-        if isinstance(given := fields.get(key), str):
-            raise TypeError(f"{name}: {key} is {given!r}, expected a tuple of names, as ({given!r},)")
+    check_no_strings(name, {key: fields.get(key) for key in (*_TUPLES, *_SETS)})
     op = Op(name=name, bind=bind, **{**fields, **{key: frozenset(fields.get(key, ())) for key in _SETS}})
     _check_names(op)
     if op.mutates and op.has_gradient:
@@ -506,7 +504,8 @@ def _defined(name: str, bind: Callable[..., Any], fields: Mapping[str, Any]) -> 
 
 
 def _check_names(op: Op) -> None:
-    """Raises ValueError for names that are not different, or that no slot has, and for types that no attribute has."""
+    """Raises ValueError for names that are not different, or that no slot has, and for types that no attribute has.
+    Names of _SETS are not compared: a forward and its backward may have one set."""
     slots = (*op.inputs, *op.outputs, *op.residuals, *op.workspace)
     if len({*slots, *op.attrs}) < len(slots) + len(op.attrs):
         raise ValueError(
@@ -523,6 +522,13 @@ def _check_names(op: Op) -> None:
     if op.backward is not None:
         check_known(op.name, "the backward", op.backward.outputs, [f"d{x}" for x in op.inputs])
         check_known(op.name, "the backward", op.backward.inputs, (*slots, *(f"d{y}" for y in op.outputs)))
+
+
+def check_no_strings(name: str, given: Mapping[str, Any]) -> None:
+    """Raises TypeError for a string where a tuple of names is expected: its letters would be the names."""
+    for what, names in given.items():
+        if isinstance(names, str):
+            raise TypeError(f"{name}: {what} is {names!r}, expected a tuple of names, as ({names!r},)")
 
 
 def check_known(name: str, what: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -35,11 +35,17 @@ class Call(NamedTuple):
     struct: structs.Module
 
 
+def is_called_as_modules(original: type[nn.Module]) -> bool:
+    """Whether nn.Module's `__call__` calls the forward of an instance."""
+    ways: Any = original.__call__, original._call_impl
+    return ways == (nn.Module.__call__, nn.Module._call_impl)
+
+
 def call_without_frames(made: type[nn.Module], original: type[nn.Module], call: Call) -> None:
     """Lets CPython 3.12 and later call an instance without nn.Module's two frames and that of its forward."""
-    ways: Any = original.__call__, original._call_impl
-    if ways != (nn.Module.__call__, nn.Module._call_impl):
+    if not is_called_as_modules(original):
         return
+    ways: Any = nn.Module.__call__, nn.Module._call_impl
 
     def __call__(self, *args, **kwargs):
         return super(made, self).__call__(*args, **kwargs)  # type: ignore[misc]

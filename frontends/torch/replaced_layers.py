@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import known_layers  # noqa: F401  its forms
 from .bytecode import Form, Names
 from .known_modules import ORIGINAL, form_of, plain_method
-from .replaced_calls import Call, call_of_sum
+from .replaced_calls import Call, call_of_sum, is_called_as_modules
 from .replaced_children import child, is_bare
 from .tensors import READS_TENSORS, is_known
 
@@ -25,11 +25,10 @@ Activated = Callable[..., Tensor | None]
 _CALLS: dict[type, Call | None] = {}
 
 
-def note(norm: type[nn.Module], original: type, kinds: tuple[str, ...]) -> None:
+def note(norm: type[nn.Module], original: type[nn.Module], kinds: tuple[str, ...]) -> None:
     """Keeps the call of a replaced norm with a sum before it, by the norm's class."""
-    ways: Any = original.__call__, original._call_impl  # type: ignore[attr-defined]
-    is_modules = ways == (nn.Module.__call__, nn.Module._call_impl)
-    _CALLS[norm] = call_of_sum(norm, *form_of(original)) if is_modules and kinds[0] in NORMS else None  # type: ignore[misc]
+    known = is_called_as_modules(original) and kinds[0] in NORMS
+    _CALLS[norm] = call_of_sum(norm, *form_of(original)) if known else None  # type: ignore[misc]
 
 
 def _norm_of_sum(norm: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
