@@ -1,6 +1,8 @@
 // Clusters of two blocks, each of which loads half of what both read: TMA writes it to both. Compute capability 9.0.
 #pragma once
+#include "reduce.cuh"
 #include "tma.cuh"
+#include "wgmma.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -41,6 +43,36 @@ struct RingPlace {
     if (++stage == kStages) stage = 0, ++round;
   }
 };
+
+// Warpgroups of a block that multiply; one more loads.
+constexpr int kPairGroups = 2, kPairThreads = (kPairGroups + 1) * 128;
+constexpr int kRegistersOfProducts = 232, kRegistersOfLoads = 40;  // 504 of three threads
+
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+// The frame of a product whose blocks are pairs: a thread fills the stages of `shared`, and the warpgroups empty each
+// by so many arrivals, of both blocks.
+template <class Block, class Parameters, class Shared>
+__device__ void run_pair(const Parameters &p, Shared &shared, int arrivals) {
+  if (threadIdx.x == 0) {
+    constexpr int kStages = std::extent_v<decltype(Shared::full)>;
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], arrivals);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  cluster_barrier();
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
+  const Block block{p, shared, static_cast<int>(blockIdx.x) % kPair};
+  if (group < kPairGroups) {
+    take_registers<kRegistersOfProducts>();
+    block.compute_items(group);
+  } else {
+    give_registers<kRegistersOfLoads>();
+    if (threadIdx.x == kPairGroups * 128) block.load_items();
+    __syncwarp();
+  }
+  cluster_barrier();  // the other block arrives at this one's barriers
+}
+#endif
 
 }  // namespace AOT_ISA
 }  // namespace aot

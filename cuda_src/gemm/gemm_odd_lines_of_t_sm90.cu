@@ -28,14 +28,12 @@ inline namespace AOT_ISA {
 namespace {
 
 constexpr int kRows = kOddRowsOfT, kCols = kOddColumnsOfT, kStages = 4;
-constexpr int kGroups = 2, kThreads = (kGroups + 1) * 128;
 constexpr int kClassLines = 8, kTerms = kLineClasses * kClassLines;  // of a step
 constexpr int kBox = 64, kColBoxes = kCols / kBox, kAtom = kClassLines * kBox * 2;
 constexpr int kLine = kRows + 8, kLineBytes = kLine * 2;                        // of a, as loaded
 constexpr int kBytesA = kClassLines * kLineBytes, kBytesB = kColBoxes * kAtom;  // of a class
 constexpr int kStageBytes = kLineClasses * (kBytesA + kBytesB);
-constexpr int kPiece = 64;                               // columns that a warp stores at once
-constexpr int kRegisters = 232, kRegistersOfLoads = 40;  // 504 of three threads
+constexpr int kPiece = 64;  // columns that a warp stores at once
 
 struct OddLinesOfT {
   CUtensorMap a[kLineClasses], b[kLineClasses];
@@ -53,7 +51,7 @@ static_assert(sizeof(OddLinesOfT) <= 4096, "what a kernel takes");
 struct Shared {
   uint8_t b[kStages][kLineClasses * kBytesB];  // swizzled in units of 1024 bytes
   uint8_t a[kStages][kLineClasses * kBytesA];
-  RowStores<__half, kPiece>::Words words[4 * kGroups];  // of each warp
+  RowStores<__half, kPiece>::Words words[4 * kPairGroups];  // of each warp
   uint64_t full[kStages], empty[kStages];
 };
 constexpr int kShared = sizeof(Shared);
@@ -250,28 +248,11 @@ struct OddLinesOfTBlock {
 #endif
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) gemm_odd_lines_of_t_kernel(const __grid_constant__ OddLinesOfT p) {
+__global__ void __launch_bounds__(kPairThreads, 1) gemm_odd_lines_of_t_kernel(const __grid_constant__ OddLinesOfT p) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
   extern __shared__ __align__(1024) uint8_t dynamic[];
   Shared &shared = *reinterpret_cast<Shared *>(dynamic);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i)
-      mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], 4 * kGroups * kPair);  // of each warp
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-  cluster_barrier();
-  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
-  const OddLinesOfTBlock<T> block{p, shared, static_cast<int>(blockIdx.x) % kPair};
-  if (group < kGroups) {
-    take_registers<kRegisters>();
-    block.compute_items(group);
-  } else {
-    give_registers<kRegistersOfLoads>();
-    if (threadIdx.x == kGroups * 128) block.load_items();
-    __syncwarp();
-  }
-  cluster_barrier();  // the other block arrives at this one's barriers
+  run_pair<OddLinesOfTBlock<T>>(p, shared, 4 * kPairGroups * kPair);  // each warp arrives
 #else
   __trap();  // compiled for other architectures, never launched there
 #endif
@@ -308,7 +289,7 @@ Status gemm_odd_lines_of_t_sm90(const char *op, const GemmParams &g, void *colum
   auto run = [&](auto type) {
     using T = decltype(type);
     const unsigned blocks = std::min(p.items, multiprocessors / kPair) * kPair;
-    AOT_TRY(launch_kernel(op, gemm_odd_lines_of_t_kernel<T>, {blocks, kThreads, kShared, kPair}, stream, p));
+    AOT_TRY(launch_kernel(op, gemm_odd_lines_of_t_kernel<T>, {blocks, kPairThreads, kShared, kPair}, stream, p));
     if (!rows) return kOk;
     T *c = static_cast<T *>(p.c) + first * g.c.stride, *sums = static_cast<T *>(column_sums);
     AOT_TRY(sum_slices<float>(op, p.partials, p.slices, c, rows * g.n, stream));

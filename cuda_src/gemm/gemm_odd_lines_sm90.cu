@@ -24,12 +24,10 @@ namespace {
 
 constexpr int kBox = 64, kBoxBytes = kBox * 128;  // rows of 128 bytes
 constexpr int kRows = kOddRows, kCols = kOddColumns, kStages = 3;
-constexpr int kGroups = 2, kThreads = (kGroups + 1) * 128;
 constexpr int kRowBoxes = kRows / kBox, kColBoxes = kCols / kBox;
-constexpr int kMost = kRowBoxes / kGroups;  // boxes of rows that a warpgroup multiplies
+constexpr int kMost = kRowBoxes / kPairGroups;  // boxes of rows that a warpgroup multiplies
 constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
-constexpr int kPiece = 96;                               // columns that a warp stores at once
-constexpr int kRegisters = 232, kRegistersOfLoads = 40;  // 504 of three threads
+constexpr int kPiece = 96;  // columns that a warp stores at once
 
 struct OddLines {
   CUtensorMap a[kLineClasses], b;
@@ -43,8 +41,8 @@ struct OddLines {
 };
 
 struct Shared {
-  uint8_t boxes[kStages][kStageBytes];                  // swizzled in units of 1024 bytes
-  RowStores<__half, kPiece>::Words words[4 * kGroups];  // of each warp
+  uint8_t boxes[kStages][kStageBytes];                      // swizzled in units of 1024 bytes
+  RowStores<__half, kPiece>::Words words[4 * kPairGroups];  // of each warp
   uint64_t full[kStages], empty[kStages];
 };
 constexpr int kShared = sizeof(Shared);
@@ -203,28 +201,11 @@ struct OddLinesBlock {
 #endif
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) gemm_odd_lines_kernel(const __grid_constant__ OddLines p) {
+__global__ void __launch_bounds__(kPairThreads, 1) gemm_odd_lines_kernel(const __grid_constant__ OddLines p) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
   extern __shared__ __align__(1024) uint8_t dynamic[];
   Shared &shared = *reinterpret_cast<Shared *>(dynamic);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i)
-      mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], kGroups * kPair);
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-  cluster_barrier();
-  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
-  const OddLinesBlock<T> block{p, shared, static_cast<int>(blockIdx.x) % kPair};
-  if (group < kGroups) {
-    take_registers<kRegisters>();
-    block.compute_items(group);
-  } else {
-    give_registers<kRegistersOfLoads>();
-    if (threadIdx.x == kGroups * 128) block.load_items();
-    __syncwarp();
-  }
-  cluster_barrier();  // the other block arrives at this one's barriers
+  run_pair<OddLinesBlock<T>>(p, shared, kPairGroups * kPair);
 #else
   __trap();  // compiled for other architectures, never launched there
 #endif
@@ -256,7 +237,7 @@ Status gemm_odd_lines_sm90(const char *op, const GemmParams &g, int multiprocess
   *done = true;
   auto *kernel = g.dtype == DType::bfloat16 ? gemm_odd_lines_kernel<__nv_bfloat16> : gemm_odd_lines_kernel<__half>;
   const unsigned blocks = std::min(p.items, multiprocessors / kPair) * kPair;
-  AOT_TRY(launch_kernel(op, kernel, {blocks, kThreads, kShared, kPair}, stream, p));
+  AOT_TRY(launch_kernel(op, kernel, {blocks, kPairThreads, kShared, kPair}, stream, p));
   auto add = [&](auto *c) { return sum_slices<float>(op, p.partials, p.slices, c, p.slice, stream); };
   if (!p.partials) return kOk;
   return g.dtype == DType::bfloat16 ? add(static_cast<__nv_bfloat16 *>(p.c)) : add(static_cast<__half *>(p.c));
