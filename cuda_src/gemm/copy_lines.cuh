@@ -111,13 +111,14 @@ class LineCopy {
   int64_t vector_;  // the thread's
 };
 
-struct TwoCopies {
-  CopiedLines of[2];
+constexpr int kMostCopies = 3;
+struct Copies {
+  CopiedLines of[kMostCopies];
 };
 
 // blockIdx.z: of which.
 static __global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
-    copy_lines_kernel(const __grid_constant__ TwoCopies copies) {
+    copy_lines_kernel(const __grid_constant__ Copies copies) {
   const CopiedLines &x = copies.of[blockIdx.z];
   LineCopy(x).run(x.rows * blockIdx.y / gridDim.y, x.rows * (blockIdx.y + 1) / gridDim.y, [](auto) {});
 }
@@ -147,9 +148,10 @@ __global__ void __launch_bounds__(32 * kCopyWarps, kSumBlocks)
   store_partials(shared, partials, x.cols);
 }
 
-// One launch for all that have elements; count: 2 at most. Matrices of as many columns make the fewest idle blocks.
+// One launch for all that have elements; count: kMostCopies at most. Matrices of as many columns make the fewest idle
+// blocks.
 inline Status copy_lines(const char *op, const CopiedLines *x, int count, cudaStream_t stream) {
-  TwoCopies copies = {};
+  Copies copies = {};
   int64_t columns = 0, rows = 0;
   unsigned present = 0;
   for (int i = 0; i < count; ++i) {
@@ -174,6 +176,21 @@ Status copy_and_sum_lines(const char *op, const CopiedLines &x, float *partials,
   *parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, *parts));
   const dim3 grid(grid_size(columns), *parts);
   return launch_kernel(op, copy_and_sum_lines_kernel<T>, {grid, dim3(32, kCopyWarps)}, stream, x, partials);
+}
+
+// Rows of 16-bit elements, one a block, to rows that begin anywhere.
+constexpr int kRowThreads = 256;
+static __global__ void __launch_bounds__(kRowThreads)
+    copy_rows_kernel(const uint16_t *from, int64_t from_stride, uint16_t *to, int64_t cols) {
+  from += blockIdx.x * from_stride, to += blockIdx.x * cols;
+#pragma unroll 4  // loads in flight
+  for (int64_t i = threadIdx.x; i < cols; i += kRowThreads) to[i] = from[i];
+}
+
+inline Status copy_rows(const char *op, const void *from, int64_t from_stride, void *to, int64_t rows, int64_t cols,
+                        cudaStream_t stream) {
+  return launch_kernel(op, copy_rows_kernel, {static_cast<unsigned>(rows), kRowThreads}, stream,
+                       static_cast<const uint16_t *>(from), from_stride, static_cast<uint16_t *>(to), cols);
 }
 
 }  // namespace AOT_ISA

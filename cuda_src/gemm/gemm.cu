@@ -265,12 +265,25 @@ Status gemm_and_activation(const char *op, const GemmParams &g, cudaStream_t str
 
 }  // namespace
 
-Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dweight, void *dbias, cudaStream_t stream,
-                      bool *done) {
-  *done = false;
+Status padding_pays(const char *op, const GemmParams &dweight, bool *pays) {
+  *pays = false;
 #ifdef AOT_HAVE_SM90
-  constexpr double kGain = 0.98;      // of the estimates, which are some percent off
-  if (dbias && !dweight) return kOk;  // whose kernel sums
+  constexpr double kGain = 0.9;  // of the estimates
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  const bool known = dweight.k % 8 == 0;  // what was measured
+  if (limits.major != 9 || !known || !cutlass_supports(dweight) || !prefers_cublaslt(dweight)) return kOk;
+  *pays = padded_time(dweight) < kGain * usual_time(dweight, limits.multiprocessors);
+#endif
+  return kOk;
+}
+
+Status odd_lines_pay(const char *op, const GemmParams *dx, const GemmParams *dweight, bool sums, bool pads,
+                     bool *pays) {
+  *pays = false;
+#ifdef AOT_HAVE_SM90
+  constexpr double kGain = 0.98;     // of the estimates, which are some percent off
+  if (sums && !dweight) return kOk;  // whose kernel sums
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
   if (limits.major != 9) return kOk;
@@ -279,10 +292,21 @@ Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dw
     if (!g) continue;
     if (!odd_lines_supported(*g) || requires_cublaslt(*g)) return kOk;
     const OddLinesPlan plan = odd_lines_plan(*g, limits.multiprocessors);
-    own += odd_lines_time(*g, limits.multiprocessors, plan, dbias && g == dweight);
-    usual += usual_time(*g, limits.multiprocessors), copy = copy_time(g->m, g->k);
+    own += odd_lines_time(*g, limits.multiprocessors, plan, sums && g == dweight);
+    usual += pads && g == dweight ? padded_time(*g) : usual_time(*g, limits.multiprocessors);
+    copy = copy_time(g->m, g->k);
   }
-  if (own >= kGain * (usual + copy)) return kOk;
+  *pays = own < kGain * (usual + copy);
+#endif
+  return kOk;
+}
+
+Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dweight, void *dbias, cudaStream_t stream,
+                      bool *done) {
+  *done = false;
+#ifdef AOT_HAVE_SM90
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
   AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
   *done = true;
   if (dx) AOT_TRY(gemm_odd_lines_sm90(op, *dx, limits.multiprocessors, stream, done));

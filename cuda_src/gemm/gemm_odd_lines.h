@@ -5,6 +5,7 @@
 
 #include "cuda/launch.cuh"
 #include "gemm.h"
+#include "gemm_unaligned.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -21,9 +22,18 @@ inline int first_of_class(const Operand &a, int of_class) {
 // Tiles of c: of a b, of lines of one class; of a^T b.
 constexpr int kOddRows = 256, kOddColumns = 192, kOddRowsOfT = 128, kOddColumnsOfT = 256;
 
-// The products of a linear's backward, dx = dy weight and dweight = dy^T x, either of them null, and the sums of dy's
-// columns, or null. *done: whether they have been run: where that is estimated to be faster than a copy of dy and usual
-// products.
+// The products of a linear's backward, dx = dy weight and dweight = dy^T x, either of them null.
+
+// Whether dweight of copies is faster with sizes of whole vectors, by cuBLASLt, with a copy of the results behind it:
+// where tiles are few, it splits the sums.
+Status padding_pays(const char *op, const GemmParams &dweight, bool *pays);
+
+// Whether both are faster from dy as it is than from a copy of it, and dweight then by padding, if `pads`.
+// sums: of dy's columns, too.
+Status odd_lines_pay(const char *op, const GemmParams *dx, const GemmParams *dweight, bool sums, bool pads, bool *pays);
+
+// Runs them, from dy as it is, and the sums of its columns, if dbias is not null. *done: whether the driver has encoded
+// the tensor maps.
 Status gemm_odd_lines(const char *op, const GemmParams *dx, const GemmParams *dweight, void *dbias, cudaStream_t stream,
                       bool *done);
 
@@ -95,15 +105,21 @@ inline OddLinesPlan odd_lines_plan(const GemmParams &g, int multiprocessors) {
   return best;
 }
 
-// Products of copies are run by gemm_unaligned_sm90.cu, whose tiles of 128 x 128 are in an even number of rows, or,
-// where tiles are few, by cuBLASLt, at half the rate that it has with sizes of whole vectors.
+// Products of copies are run by gemm_unaligned_sm90.cu, or, where tiles are few, by cuBLASLt, at half the rate that it
+// has with sizes of whole vectors.
 inline double usual_time(const GemmParams &g, int multiprocessors) {
   constexpr double kTerm = 0.0058, kEnds = 1, kLaunch = 3, kFlops = 335e6;  // kFlops: in a microsecond
-  const int64_t rows = ceil_div(g.m, 128), across = ceil_div(g.n, 128);
-  if (4 * rows * across <= multiprocessors) return 2.0 * g.m * g.n * g.k / kFlops;
-  return ceil_div((rows + rows % 2) * across, multiprocessors) * (g.k * kTerm + kEnds) + kLaunch;
+  if (4 * ceil_div(g.m, 128) * ceil_div(g.n, 128) <= multiprocessors) return 2.0 * g.m * g.n * g.k / kFlops;
+  const int64_t rounds = unaligned_rounds(g, multiprocessors, clusters_in_rows(g, multiprocessors));
+  return rounds * (g.k * kTerm + kEnds) + kLaunch;
 }
 inline double copy_time(int64_t lines, int64_t line) { return 3 + 1.05e-6 * lines * line; }  // once read, once written
+
+// By cuBLASLt with sizes of whole vectors, and the results copied.
+inline double padded_time(const GemmParams &g) {
+  constexpr double kFlops = 600e6;  // in a microsecond
+  return 2.0 * g.m * g.n * g.k / kFlops + copy_time(g.m, g.n);
+}
 
 }  // namespace AOT_ISA
 }  // namespace aot

@@ -20,8 +20,6 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-constexpr int kUnalignedTile = 128;  // rows and columns of a tile
-
 // A warp has 16 rows of each half of a tile. kActivates: whether there may be a bias, an activation or a
 // pre-activation.
 template <typename T, bool kActivates>
@@ -153,15 +151,15 @@ class RowEpilogue {
 template <bool kTransposedA, bool kTransposedB>
 constexpr bool kForward = !kTransposedA && kTransposedB;
 
-// Tiles of 128 x 128 by ping-pong warpgroups, in clusters of two blocks that share columns of b.
-template <typename T, bool kTransposedA, bool kTransposedB>
+// Tiles of 128 x 128 by ping-pong warpgroups, in clusters of two blocks that share columns of b or rows of a.
+template <typename T, bool kTransposedA, bool kTransposedB, bool kInRows = false>
 struct UnalignedKernel {
   using E = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kAligned = 16 / sizeof(T);
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
   using Tile = cute::Shape<cute::Int<kUnalignedTile>, cute::Int<kUnalignedTile>, cute::_64>;
-  using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+  using Cluster = cute::Shape<cute::Int<kInRows ? 1 : 2>, cute::Int<kInRows ? 2 : 1>, cute::_1>;
   using Rows = RowEpilogue<T, kForward<kTransposedA, kTransposedB>>;
   using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<Rows>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
@@ -196,7 +194,9 @@ struct UnalignedKernel {
 template <typename T>
 Status run_layout(const char *op, const GemmParams &g, int multiprocessors, cudaStream_t stream) {
   auto *run = g.a.transposed
-                  ? (g.b.transposed ? UnalignedKernel<T, true, true>::run : UnalignedKernel<T, true, false>::run)
+                  ? (g.b.transposed                         ? UnalignedKernel<T, true, true>::run
+                     : clusters_in_rows(g, multiprocessors) ? UnalignedKernel<T, true, false, true>::run
+                                                            : UnalignedKernel<T, true, false>::run)
                   : (g.b.transposed ? UnalignedKernel<T, false, true>::run : UnalignedKernel<T, false, false>::run);
   return run(op, g, multiprocessors, stream);
 }

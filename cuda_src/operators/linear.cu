@@ -39,8 +39,13 @@ Status sum_rows(const char *op, const T *dy, Rows<const T> pre_activation, Rows<
   return pre_activation.data ? of_shape(SlopeShape()) : of_shape(SumShape());
 }
 
+template <typename T>
+CopiedLines copy_of(const T *dy, Rows<T> to, int64_t rows, int64_t n) {
+  return {reinterpret_cast<const uint16_t *>(dy), reinterpret_cast<uint16_t *>(to.data), rows, n, n, to.line};
+}
+
 // dz, and the sum of its rows, if `sum` is not null. Without a pre_activation dz is dy, and then null, or a copy with
-// longer lines.
+// longer lines, which is made here where there are sums.
 template <typename T>
 Status activation_backward(const char *op, const T *dy, Rows<const T> pre_activation, Rows<T> dz, T *sum,
                            Accumulate<T> *partials, int64_t rows, int64_t n, Activation activation,
@@ -50,11 +55,7 @@ Status activation_backward(const char *op, const T *dy, Rows<const T> pre_activa
   const bool copies = sizeof(T) == 2 && !pre_activation.data && dz.data;
   if (!sum) partials = nullptr;
   if constexpr (sizeof(T) == 2)
-    if (copies) {
-      const CopiedLines lines = {
-          reinterpret_cast<const uint16_t *>(dy), reinterpret_cast<uint16_t *>(dz.data), rows, n, n, dz.line};
-      AOT_TRY(sum ? copy_and_sum_lines<T>(op, lines, partials, &parts, stream) : copy_lines(op, &lines, 1, stream));
-    }
+    if (copies) AOT_TRY(copy_and_sum_lines<T>(op, copy_of(dy, dz, rows, n), partials, &parts, stream));
   if (!copies && (pre_activation.data || sum))
     AOT_TRY(sum_rows(op, dy, pre_activation, dz, partials, &parts, rows, n, activation, stream));
   if (!sum) return kOk;
@@ -76,14 +77,14 @@ LinearLines lines_of(const Tensor &x, const Tensor &weight, int products, const 
   return lines;
 }
 
-// x and weight of the products become copies, those that are wanted, behind which the workspace goes on.
+// x and weight of the products become the copies in the workspace, those that are wanted, behind which it goes on.
+// copies: to be made. How many.
 template <typename A>
-Status copy_inputs(const char *op, const LinearLines &lines, bool x, bool weight, LinearMatmuls *matmuls, A **workspace,
-                   cudaStream_t stream) {
-  if (!lines.copies_in) return kOk;
-  CopiedLines copies[2];
+int place_inputs(const LinearLines &lines, bool x, bool weight, LinearMatmuls *matmuls, A **workspace,
+                 CopiedLines *copies) {
+  if (!lines.copies_in) return 0;
   int count = 0;
-  auto copy = [&](bool wanted, Operand &x, int64_t rows, int64_t elements) {
+  auto place = [&](bool wanted, Operand &x, int64_t rows, int64_t elements) {
     const Operand from = x;
     if (wanted) {
       x = {*workspace, lines.in_line()};
@@ -96,9 +97,9 @@ Status copy_inputs(const char *op, const LinearLines &lines, bool x, bool weight
     }
     *workspace += elements;
   };
-  copy(x, matmuls->x, lines.rows, lines.x_elements());
-  copy(weight, matmuls->weight, lines.out, lines.weight_elements());
-  return copy_lines(op, copies, count, stream);
+  place(x, matmuls->x, lines.rows, lines.x_elements());
+  place(weight, matmuls->weight, lines.out, lines.weight_elements());
+  return count;
 }
 
 // The zeros behind the copies' lines are multiplied too, so that no size is odd.
@@ -116,7 +117,8 @@ Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *
   const LinearLines lines = lines_of(x, weight, 1, scratch);
   if (scratch) {
     auto *words = reinterpret_cast<float *>(begin);
-    AOT_TRY(copy_inputs(op.name, lines, true, true, &matmuls, &words, stream));
+    CopiedLines copies[kMostCopies];
+    AOT_TRY(copy_lines(op.name, copies, place_inputs(lines, true, true, &matmuls, &words, copies), stream));
     begin = reinterpret_cast<char *>(words);
   }
   GemmParams g = gemm_params(forward_of(matmuls, lines, y.data), op.allow_tf32, begin, end - begin);
@@ -138,7 +140,9 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
     A *partials = scratch.as<A>() + (scratch ? op.grad_elements(dy, lines) : 0),
       *library_scratch = partials + op.partial_elements(matmuls.out);
     const bool recomputes = op.activation() && !pre_activation;
-    AOT_TRY(copy_inputs(name, lines, dweight || recomputes, dx || recomputes, &matmuls, &library_scratch, stream));
+    void *const of_weight = library_scratch + lines.x_elements();
+    CopiedLines copies[kMostCopies];
+    int copied = place_inputs(lines, dweight || recomputes, dx || recomputes, &matmuls, &library_scratch, copies);
     const int64_t library_bytes =
         scratch ? (scratch.as<A>() + scratch.size() - library_scratch) * int64_t(sizeof(A)) : 0;
     auto run = [&](const MatmulProblem &p, const void *with_bias) {
@@ -148,30 +152,52 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
       g.bias = with_bias;
       return gemm(name, g, stream);
     };
+    bool pads = false, copies_dy = false;
+    if (dweight && lines.copies_in && !adds) {
+      matmuls.out_line = lines.out_line();
+      const GemmParams g = gemm_params(matmuls.dweight(dy.data, dweight, false), op.allow_tf32, nullptr, 0);
+      AOT_TRY(padding_pays(name, g, &pads));
+      matmuls.out_line = matmuls.out;
+    }
+    Rows<T> dz = {dy.as<T>(), matmuls.out};  // the gradient of the pre-activation
+    const bool makes_dz = op.activation() || lines.copies_out;
+    if (makes_dz) dz = {scratch.as<T>(), lines.out_line()};
     if (lines.copies_out && !op.activation()) {  // or without the copy
       const int64_t of_copy = lines.dy_elements() * int64_t(sizeof(A));
       const GemmParams of_dx = gemm_params(matmuls.dx(dy.data, dx), op.allow_tf32, scratch.as<char>(), of_copy),
                        of_dweight = gemm_params(matmuls.dweight(dy.data, dweight, adds), op.allow_tf32,
-                                                scratch.as<char>(), of_copy);
+                                                scratch.as<char>(), of_copy),
+                       *const with_dx = dx ? &of_dx : nullptr, *const with_dweight = dweight ? &of_dweight : nullptr;
       bool done = false;
-      AOT_TRY(gemm_odd_lines(name, dx ? &of_dx : nullptr, dweight ? &of_dweight : nullptr, dbias.data, stream, &done));
-      if (done) return kOk;
+      AOT_TRY(odd_lines_pay(name, with_dx, with_dweight, bool(dbias), pads, &done));
+      if (done) {
+        AOT_TRY(copy_lines(name, copies, copied, stream));
+        copied = 0;
+        AOT_TRY(gemm_odd_lines(name, with_dx, with_dweight, dbias.data, stream, &done));
+        if (done) return kOk;
+      }
+      copies_dy = !dbias;  // whose sums come with the copy
+      if (copies_dy) copies[copied++] = copy_of(dy.as<T>(), dz, matmuls.rows, matmuls.out);
     }
-    Rows<T> dz = {dy.as<T>(), matmuls.out};  // the gradient of the pre-activation
+    AOT_TRY(copy_lines(name, copies, copied, stream));
     Rows<const T> z = {nullptr, matmuls.out};
-    const bool makes_dz = op.activation() || lines.copies_out;
-    if (makes_dz) dz = {scratch.as<T>(), lines.out_line()};
     matmuls.out_line = dz.line;
     if (op.activation()) {
       if (pre_activation) z.data = pre_activation.as<T>();
       else z = {dz.data, dz.line};
       if (recomputes) AOT_TRY(run(forward_of(matmuls, lines, dz.data), bias.data));
     }
-    AOT_TRY(activation_backward<T>(name, dy.as<T>(), z, {makes_dz ? dz.data : nullptr, dz.line}, dbias.as<T>(),
-                                   partials, matmuls.rows, matmuls.out, op.activation(), stream));
+    if (!copies_dy)
+      AOT_TRY(activation_backward<T>(name, dy.as<T>(), z, {makes_dz ? dz.data : nullptr, dz.line}, dbias.as<T>(),
+                                     partials, matmuls.rows, matmuls.out, op.activation(), stream));
     if (dx) AOT_TRY(run(matmuls.dx(dz.data, dx), nullptr));
-    if (dweight) AOT_TRY(run(matmuls.dweight(dz.data, dweight, adds), nullptr));
-    return kOk;
+    if (!dweight) return kOk;
+    MatmulProblem p = matmuls.dweight(dz.data, dweight, adds);
+    if (!pads) return run(p, nullptr);
+    p.m = ceil_div(p.m, 8) * 8, p.n = ceil_div(p.n, 8) * 8;  // the copies' lines are as long
+    p.c = {of_weight, p.n};                                  // whose copy dx has used
+    AOT_TRY(run(p, nullptr));
+    return copy_rows(name, of_weight, p.n, dweight.data, matmuls.out, matmuls.in, stream);
   });
 }
 

@@ -36,7 +36,10 @@ struct LinearLines {
   // Elements of the workspace for the copies.
   int64_t dy_elements() const { return copies_out ? elements(rows, out_line()) : 0; }
   int64_t x_elements() const { return copies_in ? elements(rows, in_line()) : 0; }
-  int64_t weight_elements() const { return copies_in ? elements(out, in_line()) : 0; }
+  // In which dweight may be, of whole vectors of rows.
+  int64_t weight_elements() const {
+    return copies_in ? elements((out + kVector - 1) / kVector * kVector, in_line()) : 0;
+  }
 
  private:
   static constexpr int64_t kVector = 8, kCacheLine = 64;

@@ -204,6 +204,10 @@ def kernels(f):
         (2050, 768, 30001),  # and dweight's of its last rows
         (16381, 768, 1003),  # and all of dweight's
         (4099, 1023, 1024),  # the products' sizes are whole vectors with the copies' zeros
+        (4096, 1023, 1024),  # dweight's too, which is copied
+        (4096, 1021, 1019),
+        (8192, 1024, 4097),  # dweight's tiles are an odd number in a column: clusters are in rows
+        (8192, 1016, 4098),
         (1100, 768, 2053),  # too few tiles: dy is copied
         (8187, 768, 517),
     ],
@@ -221,10 +225,12 @@ def test_linear_of_odd_sizes(rows, inputs, outputs, begin, dtype):
         assert all(torch.equal(got, grads[i]) for got, i in zip(wanted, some, strict=True))
     device = torch.cuda.get_device_properties(0)
     if (device.major, device.multi_processor_count) == (9, 132):  # for which the choice is made
-        large = outputs % 8 > 0 and rows * outputs > 1 << 23
+        large = outputs % 8 > 0 and rows * outputs > 1 << 23 and inputs < 1000
         for kernel in ("gemm_odd_lines_kernel", "gemm_odd_lines_of_t_kernel"):
             assert any(kernel in name for name in names) == large
         assert any("copy_and_sum" in name for name in names) == (outputs % 8 > 0 and not large)
+        padded = inputs % 8 > 0 and rows % 8 == 0
+        assert any("copy_rows" in name for name in names) == padded
 
 
 @pytest.mark.gpu
