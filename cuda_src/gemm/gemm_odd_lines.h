@@ -117,8 +117,8 @@ inline double copy_time(int64_t lines, int64_t line) { return 3 + 1.05e-6 * line
 
 // By cuBLASLt with sizes of whole vectors, and the results copied.
 inline double padded_time(const GemmParams &g) {
-  constexpr double kFlops = 600e6;  // in a microsecond
-  return 2.0 * g.m * g.n * g.k / kFlops + copy_time(g.m, g.n);
+  constexpr double kFlops = 700e6, kLaunch = 3;
+  return 2.0 * g.m * g.n * g.k / kFlops + kLaunch + copy_time(g.m, g.n);
 }
 
 }  // namespace AOT_ISA

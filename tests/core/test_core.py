@@ -361,7 +361,7 @@ def test_a_workspace_has_copies_of_matrices_whose_lines_are_not_aligned():
         return -(-parts * out // 64) * 64
 
     assert words(8192, 30522, 768) == (library, library + copy(8192, 30528) + partials(30522))
-    inputs = copy(4097, 4160) + copy(4099, 4160)  # lines of whole 128 bytes
+    inputs = copy(4097, 4160) + copy(4104, 4160)  # lines of 128 bytes; dweight may be where weight's copy was
     assert words(4097, 4099, 4098) == (library + inputs, library + inputs + copy(4097, 4160) + partials(4099))
     assert words(8192, 30528, 768) == (library, library + partials(30528))
     assert words(8192, 30522, 768, "float32") == (library, library + partials(30522))
