@@ -83,7 +83,7 @@ ROW = Row(
         _linear((1, 40000), 0),
     ),
     under_load=(
-        _linear((2048, 1023), 1025),  # large enough for copies of lines that are not aligned, and of weight's gradient
+        _linear((4096, 1023), 1025),  # large enough for copies of lines that are not aligned, and of weight's gradient
         _linear((8192, 256), 2049),  # and for a backward without these
     ),
     draw=_draw,
