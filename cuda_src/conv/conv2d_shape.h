@@ -218,6 +218,22 @@ struct Conv2dParams {
            are(stride, 1) && are(padding, 0) && s.channels > 0 && s.out_channels > 0 && s.pixels() > 0;
   }
 
+  // Whether dweight in TF32 takes x and dy in NCHW as they are, on compute capability 9.0 (conv2d_planes_dweight.cuh):
+  // a step of its sum is kPlanesRows rows of kPlanesColumns pixels of dy, in registers and instructions of that size.
+  static constexpr int64_t kPlanesColumns = 28, kPlanesRows = 2, kPlanesPixels = 6272;
+  bool takes_planes(const Conv2dShape &s, DType dtype) const {
+    auto are = [](const Ints &pair, int64_t value) { return pair.value[0] == value && pair.value[1] == value; };
+    return dtype == DType::float32 && allow_tf32 && groups == 1 && !nhwc() && s.kernel_h == 3 && s.kernel_w == 3 &&
+           are(stride, 2) && are(padding, 1) && are(dilation, 1) && s.width == 2 * kPlanesColumns &&
+           s.height % (2 * kPlanesRows) == 0 && s.channels >= 32 && s.channels % 4 == 0 && s.out_channels % 4 == 0 &&
+           s.pixels() >= kPlanesPixels;
+  }
+  // Each slice has a block for a row of the kernel, 128 channels and 128 outputs.
+  int64_t planes_slices(const Conv2dShape &s) const {
+    const int64_t blocks = s.kernel_h * divide_up(s.channels, 128) * divide_up(s.out_channels, 128);
+    return std::clamp<int64_t>(kFullGrid / 2 / blocks, 1, s.pixels() / (kPlanesRows * kPlanesColumns));
+  }
+
   // Whether dweight in TF32 takes copies of x and dy in HWCN, on compute capability 9.0 (conv2d_hwcn.cuh), whose
   // products are of 32 images at a time, at least half of them there. With a stride the copy of a large x takes as long
   // as the products gain, unless NCHW is copied anyway.
@@ -247,6 +263,7 @@ struct Conv2dParams {
     bool three = false;
     int64_t three_x = 0, three_weight = 0, three_y = 0, three_slices = 0;
     int64_t hwcn_x = 0, hwcn_y = 0;  // copies of dweight in TF32, of 9.0 alone likewise
+    int64_t planes_slices = 0;       // of dweight in TF32 without these: how many
     int64_t library = 0;             // cuBLASLt's
     int64_t dbias = 0;
 
@@ -257,9 +274,9 @@ struct Conv2dParams {
     }
     // packed x takes the place of packed dx; what kernels of few channels use is free before and after
     int64_t backward() const {
-      return std::max({weight + (packed ? y + x : 0) + hwcn_x + hwcn_y + slices * slice + library,
-                       three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx,
-                       depthwise_dweight}) +
+      return std::max(
+                 {weight + (packed ? y + x : 0) + hwcn_x + hwcn_y + std::max(slices, planes_slices) * slice + library,
+                  three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx, depthwise_dweight}) +
              dbias;
     }
   };
@@ -339,7 +356,9 @@ struct Conv2dParams {
       p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
     }
     p.slice = p.out_channels * s.kernel() * p.channels;
-    if (kHasSm90 && p.of_dweight == implicit_gemm && takes_hwcn(s, dtype)) {
+    if (kHasSm90 && p.of_dweight == implicit_gemm && takes_planes(s, dtype)) {
+      p.planes_slices = planes_slices(s);
+    } else if (kHasSm90 && p.of_dweight == implicit_gemm && takes_hwcn(s, dtype)) {
       p.hwcn_x = s.height * s.width * s.channels * hwcn_pitch(s.batch);
       p.hwcn_y = s.out_h * s.out_w * s.out_channels * hwcn_pitch(s.batch);
     }

@@ -7,6 +7,7 @@
 #include "conv/conv2d_gemm.h"
 #include "conv/conv2d_pack.cuh"
 #include "conv/conv2d_patches.cuh"
+#include "conv/conv2d_planes.h"
 #include "cuda/reduce.cuh"
 #include "cuda/sum_slices.cuh"
 #include "gemm/gemm.h"
@@ -310,38 +311,49 @@ class ImplicitGemmCall {
     Conv2dGemm of_dx = p_, of_dweight = p_;
     of_dx.pass = Conv2dGemm::dx, of_dx.to = dx, of_dx.to_strides = call_.x, of_dx.to_channels = s.channels;
     of_dx.whole_vectors = !plan_.packed;
-    // A phase of a strided dx would write single elements of every other pixel of NCHW: dx is packed first.
+    // A phase of a strided dx would write single elements of every other pixel of NCHW: dx is packed first, but where
+    // one kernel has the phases of neighbouring pixels.
     bool apart = dx && plan_.packed && !call_.nhwc && s.channels == plan_.channels && p_.stride_w > 1;
+    Conv2dGemm of_planes = of_dx;
     if (apart)
       of_dx.to = x_at, of_dx.to_strides = strides(true, s.channels, s.height, s.width), of_dx.whole_vectors = true;
-    of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
     const bool dx_sm90 = dx && conv2d_sm90_takes(op(), &of_dx, kMaxCluster, true);
-    if (!dx_sm90) apart = false, of_dx.to = dx;
+    const bool dx_planes = apart && dx_sm90 && planes_takes_dx(of_planes);
+    if (dx_planes) of_dx = of_planes;
+    if (dx_planes || !dx_sm90) apart = false, of_dx.to = dx;
     const bool whole = sizeof(T) == 2 && !plan_.packed;
+    of_dweight.a = dy, of_dweight.b = x, of_dweight.slices = static_cast<int>(plan_.planes_slices);
+    const bool dweight_planes = dweight && planes_takes_dweight(op(), of_dweight);
     of_dweight.hwcn = plan_.hwcn_x > 0;
-    const bool dweight_sm90 = dweight && conv2d_sm90_takes(op(), &of_dweight, static_cast<int>(plan_.slices), whole);
-    const bool hwcn = dweight_sm90 && of_dweight.hwcn;
+    const bool dweight_sm90 =
+        dweight && !dweight_planes && conv2d_sm90_takes(op(), &of_dweight, static_cast<int>(plan_.slices), whole);
+    const bool hwcn = dweight_sm90 && of_dweight.hwcn, packs_x = dweight && !hwcn && !dweight_planes;
     if (hwcn) AOT_TRY(copy_both_to_hwcn(dy, x, &of_dweight, &slices));
 
-    if (dx || !hwcn) AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(), plan_.out_channels));
+    if (dx || packs_x) AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(), plan_.out_channels));
     auto pack_x = [&] { return pack_images(plan_.packed, &x, x_at, x_planes(), plan_.channels); };
     // x is packed before dx is computed, so that dweight's kernel may overlap dx's; except that packed dx takes the
     // place of packed x
     const bool x_first = !dx || (dx_sm90 && !apart);
-    if (dweight && !hwcn && x_first) AOT_TRY(pack_x());
+    if (packs_x && x_first) AOT_TRY(pack_x());
     if (dx) {
       const bool transposed = dx_sm90 && sizeof(T) == 4;
       AOT_TRY(transposed ? transpose_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
       of_dx.a = dy, of_dx.b = weight;
-      AOT_TRY(dx_sm90 ? conv2d_sm90(launch_, of_dx) : cutlass(of_dx, plan_.packed, x_at, x_planes(), plan_.channels));
+      if (dx_planes) AOT_TRY(planes_dx(launch_, of_dx));
+      else if (dx_sm90) AOT_TRY(conv2d_sm90(launch_, of_dx));
+      else AOT_TRY(cutlass(of_dx, plan_.packed, x_at, x_planes(), plan_.channels));
       if (apart) AOT_TRY(unpack(false, x_at, plan_.channels, x_planes(), dx, launch_));
     }
     if (!dweight) return kOk;
-    if (!hwcn) {
+    if (packs_x) {
       if (!x_first) AOT_TRY(pack_x());
       of_dweight.a = dy, of_dweight.b = x;
     }
-    if (dweight_sm90) {
+    if (dweight_planes) {
+      of_dweight.to = slices;
+      AOT_TRY(planes_dweight(launch_, &of_dweight));
+    } else if (dweight_sm90) {
       of_dweight.to = of_dweight.slices ? static_cast<void *>(slices) : dweight;
       of_dweight.independent = dx_sm90 && x_first;
       AOT_TRY(conv2d_sm90(launch_, of_dweight));
@@ -785,11 +797,15 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
 
 }  // namespace
 
-#ifndef AOT_HAVE_SM90  // conv/conv2d_sm90.cu is not compiled
+#ifndef AOT_HAVE_SM90  // conv/conv2d_sm90.cu and conv/conv2d_planes_sm90.cu are not compiled
 bool conv2d_sm90_takes(const char *, Conv2dGemm *, int, bool) { return false; }
 Status conv2d_sm90(LaunchSequence &, const Conv2dGemm &) { return kOk; }
 Status split_images(LaunchSequence &, bool, const float *, Planes, void *) { return kOk; }
 Status copy_to_hwcn(LaunchSequence &, bool, const float *, Planes, float *) { return kOk; }
+bool planes_takes_dx(const Conv2dGemm &) { return false; }
+Status planes_dx(LaunchSequence &, const Conv2dGemm &) { return kOk; }
+bool planes_takes_dweight(const char *, const Conv2dGemm &) { return false; }
+Status planes_dweight(LaunchSequence &, Conv2dGemm *) { return kOk; }
 #endif
 
 // ------------------------------------------------------------------------------------------------------------- entries
