@@ -6,8 +6,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// dx with a stride of two columns, from dy in NHWC and a weight as conv2d_sm90() takes it (conv2d_planes_dx.cuh).
-// planes_takes_dx: whether the kernel takes a dx that conv2d_sm90() takes in NHWC.
+// dx in TF32 with a stride of two columns, from dy in NHWC and a weight as conv2d_sm90() takes it
+// (conv2d_planes_dx.cuh). planes_takes_dx: whether the kernel takes a dx that conv2d_sm90() takes in NHWC.
 bool planes_takes_dx(const Conv2dGemm &p);
 Status planes_dx(LaunchSequence &launch, const Conv2dGemm &p);
 

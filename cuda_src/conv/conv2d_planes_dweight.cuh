@@ -15,8 +15,8 @@ inline namespace AOT_ISA {
 template <int kStride_, int kColumns_, int kStages_>
 struct PlanesDweightTile {
   static constexpr int kStride = kStride_, kColumns = kColumns_, kStages = kStages_;
-  static constexpr int kOutputs = 128, kGroups = 2, kChannels = kGroups * 64, kTaps = 3;
-  static constexpr int kRows = 56 / kColumns, kQuads = kColumns / 4, kBefore = 4;
+  static constexpr int kOutputs = Conv2dParams::kPlanesSide, kGroups = 2, kChannels = kGroups * 64, kTaps = 3;
+  static constexpr int kRows = Conv2dParams::kPlanesPixels / kColumns, kQuads = kColumns / 4, kBefore = 4;
   static constexpr int kWindow = kStride == 1 ? (kColumns == 28 ? 36 : 68) : (kColumns == 28 ? 60 : 120);
   // From a channel, and from a row, to the next. Rows apart are boxes of their own.
   static constexpr bool kRowsApart = kStride == 1;
@@ -26,13 +26,12 @@ struct PlanesDweightTile {
   static constexpr int kPixelBytes = kChannels * kRows * kWindow * 4, kOutBytes = kOutputs * kBoxRow;
   static constexpr int kStageBytes = kPixelBytes + kBoxes * kOutBytes;
   static constexpr int kThreads = kGroups * 128 + 128, kShared = kStages * kStageBytes + 1024;
-  static_assert(kPixelBytes % 1024 == 0 && kColumns % 4 == 0 && kRows * kColumns == 56);
+  static_assert(kPixelBytes % 1024 == 0 && kColumns % 4 == 0 && kRows * kColumns == Conv2dParams::kPlanesPixels);
   static_assert(kRowsApart ? kPitch % 8 == 4 : kPitch % 16 == 8, "banks");
 };
 
 struct Conv2dPlanesDweight {
-  CUtensorMap
-      x;  // (images, channels, rows, columns); stride 2: (images, channels, parity of the row, row / 2, columns)
+  CUtensorMap x;   // (images, channels, rows, columns); of rows two apart their parity, and row / 2
   CUtensorMap dy;  // (images, outputs, pixels)
   int steps, image_steps;
   int channels, outputs, channel_tiles, output_tiles;

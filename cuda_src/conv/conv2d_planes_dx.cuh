@@ -1,5 +1,5 @@
-// dx of conv2d in NCHW with a stride of two columns, on sm_90: both phases of the columns by one block, so that it has
-// all elements of a row of dx, which it writes in vectors.
+// dx of conv2d in NCHW and TF32 with a stride of two columns, on sm_90: both phases of the columns by one block, so
+// that it has all elements of a row of dx, which it writes in vectors.
 //
 // A tile is of channels, wgmma's first operand, and of the pixels that dx has for one element of dy in each direction.
 // A kernel of an odd width has an element more for one phase of the columns than for the other, and these meet the same
@@ -12,10 +12,10 @@ namespace aot {
 inline namespace AOT_ISA {
 
 // A block has a warpgroup for each 64 channels, and a warp that loads.
-template <int kChannelBoxes_, int kPixelBoxes_, int kStages_, int kBlocks_, int kCluster_ = 1>
+template <int kChannelBoxes_, int kPixelBoxes_, int kStages_, int kBlocks_>
 struct PlanesTile {
   static constexpr int kChannelBoxes = kChannelBoxes_, kPixelBoxes = kPixelBoxes_, kStages = kStages_;
-  static constexpr int kBlocks = kBlocks_, kCluster = kCluster_, kPixels = kPixelBoxes * kBox;
+  static constexpr int kBlocks = kBlocks_, kPixels = kPixelBoxes * kBox;
   // Sums of 192 pixels need more registers than a thread starts with; a whole warpgroup gives some of its own.
   static constexpr bool kMoreRegisters = kPixelBoxes == 3;
   static constexpr int kThreads = kChannelBoxes * 128 + (kMoreRegisters ? 128 : 32);
@@ -48,30 +48,14 @@ struct Conv2dPlanesDx {
   bool long_first;            // whether the phase that has more is that of columns 0, 2, ...
   int map_w, first_w;
   int channels, channel_tiles;
-  bool fours;  // rows of dx are whole vectors of four
   Strides to_strides;
-  void *to;
+  float *to;
 };
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-// Loads a box into the same place of both blocks of a cluster, and counts its bytes in both blocks' barriers.
-__device__ inline void tma_load_both(const CUtensorMap &map, uint32_t to, uint64_t *barrier, int c, int k, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-      "l"(&map), "r"(shared_address(barrier)), "r"(c), "r"(k), "r"(row), "h"(uint16_t{3})
-      : "memory");
-}
-__device__ inline void mbarrier_arrive_in(uint64_t *barrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   address_in_block(shared_address(barrier), rank))
-               : "memory");
-}
-
-template <typename T, class Tile>
+template <class Tile>
 struct PlanesBlock {
-  static constexpr bool kTf32 = sizeof(T) == 4;
-  static constexpr int kDepth = kBoxDepth<T>;
+  static constexpr int kDepth = kBoxDepth<float>;
   const Conv2dPlanesDx &p;
   uint32_t boxes;
   uint64_t *full, *empty;
@@ -84,8 +68,7 @@ struct PlanesBlock {
       const int blocks = gridDim.x, skipped = p.phase[i].first_tile % blocks, block = blockIdx.x;
       for (int tile = block < skipped ? block - skipped + blocks : block - skipped; tile < p.phase[i].tiles;
            tile += blocks)
-        f(i, tile % p.channel_tiles * Tile::kChannelBoxes * kBox,
-          (tile / p.channel_tiles * Tile::kCluster + static_cast<int>(blockIdx.z)) * Tile::kPixels);
+        f(i, tile % p.channel_tiles * Tile::kChannelBoxes * kBox, tile / p.channel_tiles * Tile::kPixels);
     }
   }
   __device__ uint32_t pixel_box(int stage) const { return boxes + stage * Tile::kStageBytes; }
@@ -118,15 +101,7 @@ struct PlanesBlock {
 #pragma unroll
           for (int c = 0; c < Tile::kChannelBoxes; ++c) {
             const uint32_t to = weight_box(stage, of_short) + c * kBoxBytes;
-            if (Tile::kCluster > 1) {
-              static_assert(Tile::kCluster <= 2 && (Tile::kCluster == 1 || Tile::kChannelBoxes == 2));
-              if (c != static_cast<int>(blockIdx.z)) continue;
-              if (kTf32) tma_load_both(p.weight, to, &full[stage], d * kDepth, tap, channel + c * kBox);
-              else tma_load_both(p.weight, to, &full[stage], channel + c * kBox, tap, d * kDepth);
-              continue;
-            }
-            if (kTf32) tma_load(p.weight, to, &full[stage], d * kDepth, tap, channel + c * kBox);
-            else tma_load(p.weight, to, &full[stage], channel + c * kBox, tap, d * kDepth);
+            tma_load(p.weight, to, &full[stage], d * kDepth, tap, channel + c * kBox);
           }
         };
         weights(from + p.last_long - 2 * place, false);
@@ -156,13 +131,10 @@ struct PlanesBlock {
 
   template <bool kBoth>
   __device__ void mainloop(int steps, int group, int &iteration, Sums &of_long, Sums &of_short) const {
-    constexpr int kStepA = kTf32 ? 32 : 16 * kBoxRow, kStepB = 32;
-    using Mma = Wgmma<T, Tile::kPixels, !kTf32, false>;
+    constexpr int kStep = 32;  // bytes of eight terms
+    using Mma = Wgmma<float, Tile::kPixels, false, false>;
     auto release = [&](int iteration) {
-      if (threadIdx.x % 128 >= Tile::kCluster) return;
-      uint64_t *const barrier = &empty[iteration % Tile::kStages];
-      if (Tile::kCluster == 1) mbarrier_arrive(barrier);
-      else mbarrier_arrive_in(barrier, threadIdx.x % 128);
+      if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[iteration % Tile::kStages]);
     };
     for (int step = 0; step < steps; ++step, ++iteration) {
       const int stage = iteration % Tile::kStages;
@@ -173,9 +145,9 @@ struct PlanesBlock {
       wgmma_begin();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint64_t by = box_descriptor(b + k * kStepB);
-        Mma::run(box_descriptor(a + k * kStepA), by, of_long, true);
-        if (kBoth) Mma::run(box_descriptor(a + Tile::kWeightBytes + k * kStepA), by, of_short, true);
+        const uint64_t by = box_descriptor(b + k * kStep);
+        Mma::run(box_descriptor(a + k * kStep), by, of_long, true);
+        if (kBoth) Mma::run(box_descriptor(a + Tile::kWeightBytes + k * kStep), by, of_short, true);
       }
       wgmma_end();
       fence_registers(of_long);
@@ -189,72 +161,48 @@ struct PlanesBlock {
     if (steps > 0) release(iteration - 1);
   }
 
-  // A thread has neighbouring pixels of two channels, eight apart.
+  // A thread has pairs of neighbouring pixels, eight apart, of two channels. dx has fewer than 2^31 bytes.
   __device__ void store(int i, int channel, int first, const Sums &even, const Sums &odd) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const PlanesPhase &phase = p.phase[i];
     channel += warp * 16 + lane / 4;
-    struct At {
-      int n, h, w;
-    };
-    auto later = [&](At at, int pixels) {
-      at.w += pixels;
-      while (at.w >= p.map_w) {
-        at.w -= p.map_w;
-        if (++at.h == phase.map_h) at.h = 0, ++at.n;
-      }
-      return at;
-    };
-    int pixel = first + lane % 4 * 2;
-    At at = {pixel / p.map_w / phase.map_h, pixel / p.map_w % phase.map_h, pixel % p.map_w};
-    T *const to = static_cast<T *>(p.to) + channel * p.to_strides.channel;
-    auto element = [&](const At &at) {
-      return at.n * p.to_strides.image + (int64_t{at.h} * p.stride_h + phase.row) * p.to_strides.row + 2 * at.w;
-    };
+    const bool there[] = {channel < p.channels, channel + 8 < p.channels};
+    int pixel = first + lane % 4 * 2, w = pixel % p.map_w, h = pixel / p.map_w % phase.map_h;
+    const int next_row = p.stride_h * static_cast<int>(p.to_strides.row) - 2 * p.map_w;
+    const int next_image = static_cast<int>(p.to_strides.image) - phase.map_h * (next_row + 2 * p.map_w);
+    const int apart = 8 * static_cast<int>(p.to_strides.channel);
+    const int64_t from = p.to_strides.at(pixel / p.map_w / phase.map_h, channel, h * p.stride_h + phase.row, 2 * w);
+    int at = static_cast<int>(from);
 #pragma unroll
-    for (int j = 0; j < Tile::kPixels / 8; ++j, pixel += 8) {
-      const At next = p.fours ? at : later(at, 1);
-      const int64_t here = element(at), there = p.fours ? 0 : element(next);
+    for (int j = 0; j < Tile::kPixels / 8; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (channel + 8 * half >= p.channels) continue;
-        T *const from = to + 8 * half * p.to_strides.channel;
         const float *e = &even[j * 4 + 2 * half], *o = &odd[j * 4 + 2 * half];
-        if (p.fours) {
-          if (pixel < phase.pixels) put_four(from + here, e[0], o[0], e[1], o[1]);
-        } else {
-          if (pixel < phase.pixels) put_two(from + here, e[0], o[0]);
-          if (pixel + 1 < phase.pixels) put_two(from + there, e[1], o[1]);
-        }
+        if (pixel < phase.pixels && there[half])
+          *reinterpret_cast<float4 *>(p.to + at + half * apart) = {e[0], o[0], e[1], o[1]};
       }
-      at = later(at, 8);
+      pixel += 8, w += 8;
+      const bool wraps = w >= p.map_w;
+      w -= wraps ? p.map_w : 0, h += wraps ? 1 : 0;
+      const bool last = h == phase.map_h;
+      h = last ? 0 : h, at += 16 + (wraps ? next_row : 0) + (last ? next_image : 0);
     }
-  }
-  static __device__ void put_four(T *to, float a, float b, float c, float d) {
-    if constexpr (kTf32) *reinterpret_cast<float4 *>(to) = {a, b, c, d};
-    else *reinterpret_cast<uint2 *>(to) = {narrow_word(a, b, T()), narrow_word(c, d, T())};
-  }
-  static __device__ void put_two(T *to, float a, float b) {
-    if constexpr (kTf32) *reinterpret_cast<float2 *>(to) = {a, b};
-    else *reinterpret_cast<uint32_t *>(to) = narrow_word(a, b, T());
   }
 };
 #endif
 
-template <typename T, class Tile>
+template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     conv2d_planes_dx_kernel(const __grid_constant__ Conv2dPlanesDx p) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
   extern __shared__ uint8_t dynamic[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
-  const PlanesBlock<T, Tile> block = {p, (shared_address(dynamic) + 1023) & ~1023u, full, empty};
+  const PlanesBlock<Tile> block = {p, (shared_address(dynamic) + 1023) & ~1023u, full, empty};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Tile::kStages; ++i)
-      mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], Tile::kChannelBoxes * Tile::kCluster);
+    for (int i = 0; i < Tile::kStages; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], Tile::kChannelBoxes);
     mbarrier_init_fence();
   }
-  if (Tile::kCluster > 1) cluster_barrier();
-  else __syncthreads();
+  __syncthreads();
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (group < Tile::kChannelBoxes) {
     if (Tile::kMoreRegisters) take_registers<232>();
@@ -267,10 +215,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       block.load_tiles();
     }
   }
-  if (Tile::kCluster > 1) {  // another block may still write to this one, or arrive here
-    __syncwarp();
-    cluster_barrier();
-  }
 #else
   __trap();  // compiled for other architectures, never launched there
 #endif
@@ -278,8 +222,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
 // Whether the kernel takes dx. *p: its parameters, without tensor maps and tiles.
 inline bool planes_params(const Conv2dGemm &c, Conv2dPlanesDx *p) {
-  if (c.pass != Conv2dGemm::dx || c.stride_w != 2 || c.stride_h > 2 || c.dilation_h != 1 || c.dilation_w != 1 ||
-      c.to_strides.column != 1 || c.width % 2 != 0 || c.three)
+  if (c.pass != Conv2dGemm::dx || c.dtype != DType::float32 || c.three || c.stride_w != 2 ||
+      c.stride_h > Conv2dPlanesDx::kMost || c.dilation_h != 1 || c.dilation_w != 1 || c.to_strides.column != 1 ||
+      c.width % 4 != 0 || c.width < 16)
     return false;
   *p = {};
   const DxTaps first(0, c.padding_w, 2, 1, c.kernel_w), second(1, c.padding_w, 2, 1, c.kernel_w);
@@ -292,8 +237,8 @@ inline bool planes_params(const Conv2dGemm &c, Conv2dPlanesDx *p) {
   p->last_long = more.last, p->last_short = fewer.last + 2 * p->offset;
   p->first_w = more.first, p->map_w = c.width / 2;
   p->kernel_w = c.kernel_w, p->stride_h = c.stride_h, p->channels = c.to_channels;
-  p->fours = c.width % 4 == 0, p->to_strides = c.to_strides, p->to = c.to;
-  p->depth = static_cast<int>(ceil_div(c.out_channels, kBoxRow / static_cast<int>(itemsize(c.dtype))));
+  p->to_strides = c.to_strides, p->to = static_cast<float *>(c.to);
+  p->depth = static_cast<int>(ceil_div(c.out_channels, kBoxDepth<float>));
   for (int i = 0; i < std::min(c.stride_h, c.height); ++i) {
     const DxTaps taps(i, c.padding_h, c.stride_h, 1, c.kernel_h);
     PlanesPhase &phase = p->phase[p->phases++];
@@ -305,33 +250,29 @@ inline bool planes_params(const Conv2dGemm &c, Conv2dPlanesDx *p) {
   return true;
 }
 
-template <typename T, class Tile>
+template <class Tile>
+int count_tiles(const PlanesPhase &phase, int channels) {
+  return static_cast<int>(ceil_div(phase.pixels, Tile::kPixels) * ceil_div(channels, Tile::kChannelBoxes * kBox));
+}
+
+template <class Tile>
 Status run_planes_dx(LaunchSequence &launch, const Conv2dGemm &c, Conv2dPlanesDx p) {
-  constexpr uint32_t kDepth = kBoxDepth<T>;
   int tiles = 0;
-  bool mapped = true;
+  const auto outputs = static_cast<uint64_t>(c.out_channels);
+  bool mapped = map_tiled<3>(&p.weight, c.dtype, c.b, {outputs, uint64_t(c.kernel()), uint64_t(c.to_channels)},
+                             {c.b_tap, c.b_row}, {kBoxDepth<float>, 1, kBox});
   p.channel_tiles = static_cast<int>(ceil_div(p.channels, Tile::kChannelBoxes * kBox));
   for (int i = 0; i < p.phases; ++i) {
     PlanesPhase &phase = p.phase[i];
-    phase.first_tile = tiles;
-    phase.tiles = static_cast<int>(ceil_div(phase.pixels, Tile::kPixels * Tile::kCluster)) * p.channel_tiles;
-    tiles += phase.tiles;
+    phase.first_tile = tiles, phase.tiles = count_tiles<Tile>(phase, p.channels), tiles += phase.tiles;
     Conv2dWgmma of = {};
     of.map_h = phase.map_h, of.map_w = p.map_w, of.first_h = phase.first_h, of.first_w = p.first_w;
     of.stride_h = of.stride_w = 1;
     mapped = mapped && map_im2col(&phase.pixels_map, c.dtype, c.a, c.batch, c.out_h, c.out_w, c.out_channels, of);
   }
-  const bool transposed = sizeof(T) == 4;  // the weight: wgmma takes TF32 along the sum alone
-  const auto kernel = static_cast<uint64_t>(c.kernel()), channels = static_cast<uint64_t>(c.channels),
-             outputs = static_cast<uint64_t>(c.out_channels);
-  mapped =
-      mapped && map_tiled<3>(&p.weight, c.dtype, c.b,
-                             {transposed ? outputs : channels, kernel, transposed ? uint64_t(c.to_channels) : outputs},
-                             {c.b_tap, c.b_row}, {kDepth, 1, kBox});
   if (!mapped) return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
-  const int clusters = std::min(tiles, kMultiprocessors * Tile::kBlocks / Tile::kCluster);
-  const dim3 grid(clusters, 1, Tile::kCluster);
-  return launch(conv2d_planes_dx_kernel<T, Tile>, grid, Tile::kThreads, Tile::kShared, Tile::kCluster, p);
+  const int blocks = std::min(tiles, kMultiprocessors * Tile::kBlocks);
+  return launch(conv2d_planes_dx_kernel<Tile>, blocks, Tile::kThreads, Tile::kShared, 1, p);
 }
 
 }  // namespace AOT_ISA

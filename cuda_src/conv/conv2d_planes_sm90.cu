@@ -15,9 +15,13 @@ Status planes_dx(LaunchSequence &launch, const Conv2dGemm &c) {
   AOT_TRY(bind_device(launch.op()));
   Conv2dPlanesDx p;
   planes_params(c, &p);
-  if (c.dtype == DType::float32) return run_planes_dx<float, PlanesTile<2, 3, 4, 1>>(launch, c, p);
-  if (c.dtype == DType::float16) return run_planes_dx<__half, PlanesTile<2, 3, 4, 1>>(launch, c, p);
-  return run_planes_dx<__nv_bfloat16, PlanesTile<2, 3, 4, 1>>(launch, c, p);
+  // Large tiles, but where these leave multiprocessors or half of their channels without work.
+  using Large = PlanesTile<2, 3, 4, 1>;
+  using Small = PlanesTile<1, 2, 3, 2>;
+  int tiles = 0;
+  for (int i = 0; i < p.phases; ++i) tiles += count_tiles<Large>(p.phase[i], p.channels);
+  if (tiles < kMultiprocessors || (p.channels - 1) % 128 < 64) return run_planes_dx<Small>(launch, c, p);
+  return run_planes_dx<Large>(launch, c, p);
 }
 
 bool planes_takes_dweight(const char *op, const Conv2dGemm &p) {

@@ -219,19 +219,23 @@ struct Conv2dParams {
   }
 
   // Whether dweight in TF32 takes x and dy in NCHW as they are, on compute capability 9.0 (conv2d_planes_dweight.cuh):
-  // a step of its sum is kPlanesRows rows of kPlanesColumns pixels of dy, in registers and instructions of that size.
-  static constexpr int64_t kPlanesColumns = 28, kPlanesRows = 2, kPlanesPixels = 6272;
+  // of kPlanesPixels pixels of dy, one row or two, is a step of its sum. Its blocks have kPlanesSide channels and
+  // outputs.
+  static constexpr int64_t kPlanesPixels = 56, kPlanesSide = 128, kLeastPlanesPixels = 6272;
   bool takes_planes(const Conv2dShape &s, DType dtype) const {
     auto are = [](const Ints &pair, int64_t value) { return pair.value[0] == value && pair.value[1] == value; };
+    const int64_t step = stride.value[0];
     return dtype == DType::float32 && allow_tf32 && groups == 1 && !nhwc() && s.kernel_h == 3 && s.kernel_w == 3 &&
-           are(stride, 2) && are(padding, 1) && are(dilation, 1) && s.width == 2 * kPlanesColumns &&
-           s.height % (2 * kPlanesRows) == 0 && s.channels >= 32 && s.channels % 4 == 0 && s.out_channels % 4 == 0 &&
-           s.pixels() >= kPlanesPixels;
+           (are(stride, 1) || are(stride, 2)) && are(padding, 1) && are(dilation, 1) &&
+           (s.out_w == kPlanesPixels || s.out_w == kPlanesPixels / 2) && s.width == step * s.out_w &&
+           s.height == step * s.out_h && s.out_h * s.out_w % kPlanesPixels == 0 && s.channels > kPlanesSide / 2 &&
+           s.channels % 4 == 0 && s.out_channels > kPlanesSide / 2 && s.out_channels % 4 == 0 &&
+           s.pixels() >= kLeastPlanesPixels;
   }
-  // Each slice has a block for a row of the kernel, 128 channels and 128 outputs.
+  // Blocks fill an H200 once: one for each row of the kernel.
   int64_t planes_slices(const Conv2dShape &s) const {
-    const int64_t blocks = s.kernel_h * divide_up(s.channels, 128) * divide_up(s.out_channels, 128);
-    return std::clamp<int64_t>(kFullGrid / 2 / blocks, 1, s.pixels() / (kPlanesRows * kPlanesColumns));
+    const int64_t blocks = s.kernel_h * divide_up(s.channels, kPlanesSide) * divide_up(s.out_channels, kPlanesSide);
+    return std::clamp<int64_t>(kFullGrid / 2 / blocks, 1, s.pixels() / kPlanesPixels);
   }
 
   // Whether dweight in TF32 takes copies of x and dy in HWCN, on compute capability 9.0 (conv2d_hwcn.cuh), whose

@@ -311,6 +311,7 @@ class ImplicitGemmCall {
     Conv2dGemm of_dx = p_, of_dweight = p_;
     of_dx.pass = Conv2dGemm::dx, of_dx.to = dx, of_dx.to_strides = call_.x, of_dx.to_channels = s.channels;
     of_dx.whole_vectors = !plan_.packed;
+    of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
     // A phase of a strided dx would write single elements of every other pixel of NCHW: dx is packed first, but where
     // one kernel has the phases of neighbouring pixels.
     bool apart = dx && plan_.packed && !call_.nhwc && s.channels == plan_.channels && p_.stride_w > 1;

@@ -131,6 +131,14 @@ ROW = Row(
         *_conv2d((8, 32, 32, 32), (32, 32, 3, 3), stride=2, padding=1),
         *_conv2d((18, 32, 33, 32), (36, 32, 3, 2), stride=2, padding=1, allow_tf32=True),  # dweight of HWCN
         *_conv2d((33, 36, 10, 21), (32, 36, 1, 3), padding=(0, 4), dilation=(1, 2), allow_tf32=True),
+        # dx of NCHW by phases of two columns, one of which may have no kernel element
+        *_conv2d((8, 64, 28, 28), (72, 64, 3, 3), stride=2, padding=1, bias=False, allow_tf32=True),
+        *_conv2d((12, 32, 30, 32), (40, 32, 5, 5), stride=(1, 2), padding=(2, 3), bias=False, allow_tf32=True),
+        *_conv2d((8, 72, 32, 32), (32, 72, 1, 1), stride=2, bias=False, allow_tf32=True),
+        # dweight of NCHW as it is
+        *_conv2d((8, 68, 28, 28), (72, 68, 3, 3), padding=1, bias=False, allow_tf32=True),
+        *_conv2d((8, 68, 56, 56), (72, 68, 3, 3), stride=2, padding=1, bias=False, allow_tf32=True),
+        *_conv2d((2, 68, 56, 56), (132, 68, 3, 3), padding=1, bias=False, allow_tf32=True),
         *_conv2d((4, 64, 16, 16), (64, 64, 3, 3), padding=1),  # float32 in three parts of bfloat16
     ),
     draw=_draw,
