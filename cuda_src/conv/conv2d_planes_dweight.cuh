@@ -1,8 +1,8 @@
-// dweight of conv2d in NCHW and TF32, of kernels of 3 x 3 with a stride and a padding, on sm_90, without copies of x
-// and dy.
+// dweight of conv2d in NCHW and TF32 on sm_90 without copies of x and dy, of kernels of 3 x 3 with strides of 1 and 2,
+// a padding of 1, and results of 28 or 56 columns.
 //
-// wgmma takes TF32 along the sum alone. dy's rows of pixels lie so. x, of which a kernel column meets every other
-// pixel, is the other factor, from registers: a thread loads the pixels that it wants from a box of x's rows.
+// wgmma takes TF32 along the sum alone. dy's rows of pixels lie so. x, of which a kernel column meets shifted or every
+// other pixels, is the other factor, from registers: a thread loads the pixels that it wants from a box of x's rows.
 #pragma once
 #include "conv2d_wgmma.cuh"
 
@@ -130,6 +130,8 @@ struct PlanesDweightBlock {
         wgmma_end();
         fence_registers(sum), fence_registers(factors);
       };
+      // Factors of column 0 are loaded while products of columns 1 and 2 are computed, and the other way round: both at
+      // once would need more registers than wgmma's sums leave.
 #pragma unroll
       for (int eight = 0; eight < Tile::kEights; ++eight) {
         if (eight > 0) wgmma_wait<1>();
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-// Of dy (p->a) and x (p->b) to p->slices partial sums at most; it sets these.
+// c->a and c->b are dy and x. The launcher sets c->slices, to at most as many.
 template <class Tile>
 Status run_planes_dweight(LaunchSequence &launch, Conv2dGemm *c) {
   Conv2dPlanesDweight p = {};
