@@ -126,6 +126,19 @@ CONVOLUTIONS = [
     ((33, 72, 28, 29), 64, (3, 3), {"padding": (0, 1)}),
     ((4, 64, 58, 57), 128, (3, 1), {"padding": (1, 0)}),
     ((3, 136, 65, 64), 192, (3, 2), {"padding": (2, 1), "dilation": (2, 1)}),
+    # dx by phases of two columns, in TF32 and NCHW: each tile, parts of tiles, a phase without kernel elements, phases
+    # of as many, three and four, and a stride of columns alone
+    ((17, 112, 56, 56), 40, (3, 3), {"stride": 2, "padding": 1}),
+    ((5, 72, 29, 32), 72, (3, 3), {"stride": 2, "padding": 2}),
+    ((8, 64, 28, 28), 128, (1, 1), {"stride": 2}),
+    ((12, 64, 16, 32), 64, (3, 2), {"stride": 2}),
+    ((4, 64, 30, 32), 64, (7, 7), {"stride": 2, "padding": 3}),
+    ((4, 40, 29, 32), 72, (5, 3), {"stride": (1, 2), "padding": (0, 2)}),
+    # dweight of x and dy as they are, in TF32 and NCHW: each stride and number of columns, several tiles
+    ((8, 68, 28, 28), 136, (3, 3), {"padding": 1}),
+    ((2, 132, 56, 56), 72, (3, 3), {"padding": 1}),
+    ((8, 128, 56, 56), 96, (3, 3), {"stride": 2, "padding": 1}),
+    ((2, 72, 112, 112), 72, (3, 3), {"stride": 2, "padding": 1}),
     # depthwise: whole planes and parts of them, and several blocks of channels
     ((3, 72, 56, 56), 72, (3, 3), {"padding": 1, "groups": 72}),
     ((70, 130, 14, 14), 130, (5, 5), {"padding": 2, "stride": 2, "groups": 130}),
@@ -243,6 +256,21 @@ def test_views_in_bfloat16_beside_others(offset):
     exact = convolved(F.conv2d, *(t.double() for t in views), padding=1)
     for t, expected in zip(convolved(ours.conv2d, *views, padding=1), exact, strict=True):
         assert torch.equal(t, expected.bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("stride", [1, 2])
+def test_views_in_tf32_that_are_not_aligned(stride):
+    """dweight reads x and dy in NCHW by TMA where these begin at multiples of 16 bytes."""
+    sizes = (8, 68, 28 * stride, 28 * stride), (72, 68, 3, 3), (72,), (8, 72, 28, 28)
+    flat = torch.randint(-3, 4, (1 + sum(map(math.prod, sizes)),), device="cuda").float()
+    parts = flat[1:].split([math.prod(size) for size in sizes])
+    views = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+    options = {"stride": stride, "padding": 1}
+    exact = convolved(F.conv2d, *(t.double() for t in views), **options)
+    for t, expected in zip(convolved(ours.conv2d, *views, **options, allow_tf32=True), exact, strict=True):
+        assert torch.equal(t, expected.float())
 
 
 @pytest.mark.gpu
