@@ -220,9 +220,13 @@ struct Block {
   // A tile whose sums are in C may have the rows of several panels of A, which share one of B. With AVX-512 that is of
   // 1 MB, of a second-level cache of 1 or 2 MB.
   static constexpr int kTallRows = 5 * kPanelRows, kTallCols = k32Registers ? 64 * kLanesA : 512;
-  // From so many columns on all of a tile's are multiplied by a strip of A before the next one: it stays in the
-  // first-level cache while B passes, and blocks of c are side by side.
-  static constexpr int kColsOfStrips = k32Registers ? 512 : kTallCols + 1;
+  // All of a tile's columns are multiplied by a strip of A, which is packed just before, and then by the next one: it
+  // stays in the first-level cache while B passes, and blocks of c are side by side.
+  static constexpr bool kByStrips = k32Registers;
+  // A is read where it lies if at most so many columns would share what is packed of it.
+  static constexpr int kInPlaceCols = k32Registers ? 512 : 2 * kCols;
+  // So is B, by strips, if at most so many rows would. Lines of 4 KB and more share sets of a cache.
+  static constexpr int64_t in_place_rows(int64_t stride) { return stride * sizeof(A) < 4096 ? 512 : 256; }
 };
 
 template <typename A>
@@ -295,13 +299,13 @@ template <class Terms, typename T>
 struct UnpackedB {
   static constexpr int kVectors = Block<Accumulate<T>>::kVectors;
   Matrix<T> b;
-  int64_t terms;
+  int64_t terms, ahead;
 
   Vec<T> operator()(int64_t p, int64_t column) const {
     p *= Terms::kTerms;
     const T *at = b.data + p * b.stride + column;
-    // the next columns: rows are too far apart for hardware prefetchers
-    __builtin_prefetch(at + Block<Accumulate<T>>::kCols, 0, 2);
+    // rows are too far apart for hardware prefetchers
+    __builtin_prefetch(at + ahead, 0, 2);
     return Terms::across(at, b.stride, terms - p, Full());
   }
 };
@@ -728,13 +732,13 @@ struct GemmTile {
     if constexpr (!kGathers)
       if (all_rows <= kDotRows && !a.transposed && b.transposed) return compute_by_dots<Terms>(), kOk;
     if constexpr (!kGathers && std::is_same_v<T, A>)  // few columns would share a panel of A
-      if (!a.transposed && n <= 2 * B::kCols) {
+      if (!a.transposed && n <= B::kInPlaceCols) {
         using InPlaceTile = GemmTile<T, C, Epilogue, InPlace<T>, Right>;
         return InPlaceTile{m, n, k, {a.data, a.stride}, b, c, ldc, add, row, column, epilogue}.compute(all_rows, false);
       }
-    bool unpacked = false;
-    if constexpr (!kPacked) unpacked = !kTiles<Terms> && all_rows <= kFewRows && !b.transposed;
-    return compute_by_panels<Terms>(unpacked) ? kOk : out_of_memory("a matrix product");
+    bool few = false;
+    if constexpr (!kPacked) few = !kTiles<Terms> && all_rows <= kFewRows && !b.transposed;
+    return compute_by_panels<Terms>(few) ? kOk : out_of_memory("a matrix product");
   }
 
   static void add_to(A *to, const A *from, int64_t n) {
@@ -742,10 +746,9 @@ struct GemmTile {
   }
 
   // By the micro-kernel. Sums of a block that is as wide as registers are go straight to c if sums_in_c, else to
-  // panels.c until they have all their terms. unpacked_b: B is packed only for the last columns, which are not a whole
-  // block.
+  // panels.c until they have all their terms. few: B, which few rows of A share, is not packed.
   template <class Terms>
-  bool compute_by_panels(bool unpacked_b) const {
+  bool compute_by_panels(bool few) const {
     constexpr bool kPoints = kGathers && !std::is_same_v<Left, InPlace<A>>;
     constexpr bool kMayTakeTwo = kPoints && B::kTwoStrips;
     constexpr int kRows = kPoints ? B::kGatheredRows : B::kRows;
@@ -757,10 +760,15 @@ struct GemmTile {
     // of panels.c, which has the sums of a block; of the last columns, if the others are in c; or of the whole tile
     const bool of_block = one_panel && !kStores;
     const int64_t stride = of_block || in_c ? (kMayTakeTwo ? 2 : 1) * B::kCols : ceil_div(n, B::kCols) * B::kCols;
+    constexpr bool kPacksRows = !kGathers && !kTiles<Terms>;
+    const bool by_strips = B::kByStrips && !kPoints && !kPacked && !kTiles<Terms> && !few;
+    bool unpacked_b = few;
+    if constexpr (!kPacked && std::is_same_v<T, A>)
+      unpacked_b |= by_strips && !b.transposed && m <= B::in_place_rows(b.stride);
+    // the last ones are packed if they are not a whole block
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
-    const bool takes_two = kMayTakeTwo && !unpacked_b, by_strips = !unpacked_b && n >= B::kColsOfStrips;
-    const int64_t panel_rows = kGathers || kTiles<Terms> ? m : B::kPanelRows;
-    const int64_t most_rows = kGathers || kTiles<Terms> || !by_strips ? panel_rows : B::kRows;
+    const bool takes_two = kMayTakeTwo && !unpacked_b;
+    const int64_t most_rows = by_strips ? B::kRows : kPacksRows ? B::kPanelRows : m;
     [[maybe_unused]] const RegistersOf<Terms> registers;
     int64_t p = 0;
     do {
@@ -774,7 +782,7 @@ struct GemmTile {
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
-          else return static_cast<const A *>(panels.a + i % B::kPanelRows / B::kRows * strip<B::kRows, A>(depth));
+          else return static_cast<const A *>(panels.a + i % most_rows / B::kRows * strip<B::kRows, A>(depth));
         }();
         if constexpr (kMayTakeTwo)
           if (takes_two && n - j > B::kCols) {
@@ -785,17 +793,17 @@ struct GemmTile {
         if constexpr (kPacked) {
           run_micro_kernel<Terms, kRows>(rows, depth, left, b.block(p, j), added, sums, ld);
         } else {
-          if (j < unpacked_cols)
-            return run_micro_kernel<Terms, kRows>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added,
-                                                  sums, ld);
+          if (j < unpacked_cols) {
+            const UnpackedB<Terms, T> right{b.at(p, j), terms, few ? B::kCols : 8 * b.stride};
+            return run_micro_kernel<Terms, kRows>(rows, depth, left, right, added, sums, ld);
+          }
           const PackedB<A> right{panels.b + (j - unpacked_cols) / B::kCols * strip<B::kCols, A>(depth)};
           run_micro_kernel<Terms, kRows>(rows, depth, left, right, added, sums, ld);
         }
       };
       for (int64_t first = 0, end; first < m; first = end) {
         end = m - first < most_rows ? m : first + most_rows;
-        if (first % panel_rows == 0)
-          pack_rows<Terms>(first, m - first < panel_rows ? m - first : panel_rows, p, terms, panels);
+        pack_rows<Terms>(first, end - first, p, terms, panels);
         for (int64_t j = 0, block_cols; j < n; j += block_cols) {
           const bool two = takes_two && n - j > B::kCols;
           block_cols = two ? 2 * B::kCols : B::kCols;
