@@ -223,10 +223,9 @@ struct Block {
   // All of a tile's columns are multiplied by a strip of A, which is packed just before, and then by the next one: it
   // stays in the first-level cache while B passes, and blocks of c are side by side.
   static constexpr bool kByStrips = k32Registers;
-  // A is read where it lies if at most so many columns would share what is packed of it.
-  static constexpr int kInPlaceCols = k32Registers ? 512 : 2 * kCols;
-  // So is B, by strips, if at most so many rows would. Lines of 4 KB and more share sets of a cache.
-  static constexpr int64_t in_place_rows(int64_t stride) { return stride * sizeof(A) < 4096 ? 512 : 256; }
+  // A is read where it lies if at most so many columns would share what is packed of it; so is B, by strips, of rows.
+  // Of 512 both would take 6 % longer where two threads share a core and its caches.
+  static constexpr int kInPlaceCols = k32Registers ? 256 : 2 * kCols, kInPlaceRows = 256;
 };
 
 template <typename A>
@@ -764,7 +763,7 @@ struct GemmTile {
     const bool by_strips = B::kByStrips && !kPoints && !kPacked && !kTiles<Terms> && !few;
     bool unpacked_b = few;
     if constexpr (!kPacked && std::is_same_v<T, A>)
-      unpacked_b |= by_strips && !b.transposed && m <= B::in_place_rows(b.stride);
+      unpacked_b |= by_strips && !b.transposed && m <= B::kInPlaceRows;
     // the last ones are packed if they are not a whole block
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     const bool takes_two = kMayTakeTwo && !unpacked_b;
