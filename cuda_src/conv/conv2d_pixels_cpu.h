@@ -10,39 +10,38 @@ inline namespace AOT_ISA {
 struct Range {
   int64_t begin, end;
 
+  bool has(int64_t i) const { return begin <= i && i < end; }
   Range in(Range other) const { return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end}; }
 };
 
-// The taps of a phase: element `at[k]` of the source is met by position 0.
+// A tap of a phase: position 0 meets element `at` of the source; `positions` meet elements within it.
+struct Tap {
+  int64_t at;
+  Range positions;
+};
+
 struct PhaseTaps {
-  const int64_t *at;
+  const Tap *taps;
   int64_t count, source, step, positions;
 
-  static PhaseTaps of(const Phase &phase, int64_t *at) {
-    int64_t n = 0;
-    phase.each_tap([&](int64_t, int64_t place) { at[n++] = place; });
-    return {at, n, phase.axis.source, phase.source_step(), phase.count()};
-  }
-  // The positions that tap k serves within the source.
-  Range positions_of(int64_t k) const {
-    const int64_t first = at[k] < 0 ? ceil_div(-at[k], step) : 0, room = source - at[k];
-    const int64_t end = room > 0 ? ceil_div(room, step) : 0;
-    return Range{first, end}.in({0, positions});
+  static PhaseTaps of(const Phase &phase, Tap *taps) {
+    PhaseTaps of{taps, 0, phase.axis.source, phase.source_step(), phase.count()};
+    phase.each_tap([&](int64_t, int64_t at) {
+      const int64_t first = at < 0 ? ceil_div(-at, of.step) : 0, room = of.source - at;
+      taps[of.count++] = {at, Range{first, room > 0 ? ceil_div(room, of.step) : 0}.in({0, of.positions})};
+    });
+    return of;
   }
   Range positions_of_all(int64_t begin, int64_t end) const {
     Range range{0, positions};
-    for (int64_t k = begin; k < end; ++k) range = range.in(positions_of(k));
+    for (int64_t k = begin; k < end; ++k) range = range.in(taps[k].positions);
     return range;
   }
   // The taps within the source at a position: adjacent ones, since `at` rises or falls.
   Range taps_of(int64_t position) const {
-    auto outside = [=, *this](int64_t k) {
-      const int64_t place = position * step + at[k];
-      return place < 0 || place >= source;
-    };
     int64_t begin = 0, end = count;
-    while (begin < end && outside(begin)) ++begin;
-    while (begin < end && outside(end - 1)) --end;
+    while (begin < end && !taps[begin].positions.has(position)) ++begin;
+    while (begin < end && !taps[end - 1].positions.has(position)) --end;
     return {begin, end};
   }
 };
@@ -52,6 +51,7 @@ struct PhaseTaps {
 template <typename T>
 struct PixelLines {
   using A = Accumulate<T>;
+  static constexpr int kPixels = Block<A>::k32Registers ? 7 : 4;
   Source<T> source;
   PhaseTaps h, w;
   const A *weight;  // (h.count, w.count, channels)
@@ -60,65 +60,63 @@ struct PixelLines {
 
   // A line of the result from a line of positions.
   void compute(int64_t image, int64_t y, T *result) const {
-    constexpr int kPixels = 4;
     const Range rows = h.taps_of(y), inner = w.positions_of_all(0, w.count);
     const T *const from = source.data + image * source.h.source * source.w.source * source.all;
-    int64_t x = 0;
-    for (; x < w.positions && (x < inner.begin || x >= inner.end || inner.end - inner.begin < kPixels); ++x)
-      add_taps<1>(from, y, x, rows, w.taps_of(x), result);
-    for (; x < inner.end; x += kPixels)
-      add_taps<kPixels>(from, y, x + kPixels < inner.end ? x : inner.end - kPixels, rows, {0, w.count}, result);
-    for (x = x > inner.end ? inner.end : x; x < w.positions; ++x) add_taps<1>(from, y, x, rows, w.taps_of(x), result);
+    for (int64_t x = 0; x < w.positions; x += kPixels)
+      if (inner.begin <= x && x + kPixels <= inner.end) add_taps<true>(from, y, x, rows, result);
+      else add_taps<false>(from, y, x, rows, result);
   }
 
  private:
-  template <int kPixels>
-  [[gnu::noinline]] void add_taps(const T *from, int64_t y, int64_t x, Range rows, Range columns, T *result) const {
+  // kInner: all pixels exist, and all taps are within the source.
+  template <bool kInner>
+  [[gnu::noinline]] void add_taps(const T *from, int64_t y, int64_t x, Range rows, T *result) const {
     int64_t c = 0;
     for (; c + 2 * kLanes<T> <= source.all; c += 2 * kLanes<T>)
-      add_taps<kPixels, 2>(from + c, y, x, rows, columns, c, result + c, Full());
+      add_taps<kInner, 2>(from + c, y, x, rows, c, result + c, Full());
     for (; c + kLanes<T> <= source.all; c += kLanes<T>)
-      add_taps<kPixels, 1>(from + c, y, x, rows, columns, c, result + c, Full());
-    if (c < source.all) add_taps<kPixels, 1>(from + c, y, x, rows, columns, c, result + c, Part{source.all - c});
+      add_taps<kInner, 1>(from + c, y, x, rows, c, result + c, Full());
+    if (c < source.all) add_taps<kInner, 1>(from + c, y, x, rows, c, result + c, Part{source.all - c});
   }
-  template <int kPixels, int kVectors, class P>
-  AOT_INLINE void add_taps(const T *from, int64_t y, int64_t x, Range rows, Range columns, int64_t c, T *result,
-                           P part) const {
+  template <bool kInner, int kVectors, class P>
+  AOT_INLINE void add_taps(const T *from, int64_t y, int64_t x, Range rows, int64_t c, T *result, P part) const {
     Vec<T> sum[kPixels][kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const Vec<T> first = bias ? load(bias + c + v * kLanes<T>, part) : Vec<T>{};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int p = 0; p < kPixels; ++p) sum[p][v] = first;
     }
-    const int64_t all = source.all, pixel = w.step * all, taps = w.count;
-    const int64_t *const columns_at = w.at;
-    if (kPixels > 1 && h.count > 0) {
+    const int64_t all = source.all, pixel = w.step * all;
+    if (kInner && h.count > 0) {
       // rows that the next line meets first: the steps between pixels are too long for hardware prefetchers
-      const int64_t last = h.at[0] > h.at[h.count - 1] ? h.at[0] : h.at[h.count - 1];
+      const int64_t first = h.taps[0].at, other = h.taps[h.count - 1].at, last = first > other ? first : other;
       for (int64_t k = 1; k <= h.step; ++k)
         for (int64_t p = 0; p < kPixels * w.step; ++p)
           __builtin_prefetch(from + ((y * h.step + last + k) * source.w.source + x * w.step + p) * all);
     }
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const T *const line = from + (y * h.step + h.at[r]) * source.w.source * all + x * pixel;
-      const A *weights = weight + (r * taps + columns.begin) * all + c;
-      for (int64_t s = columns.begin; s < columns.end; ++s, weights += all) {
+      const T *const line = from + (y * h.step + h.taps[r].at) * source.w.source * all + x * pixel;
+      const A *weights = weight + r * w.count * all + c;
+      for (const Tap *tap = w.taps, *end = tap + w.count; tap < end; ++tap, weights += all) {
         Vec<T> right[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) right[v] = load(weights + v * kLanes<T>, part);
-        const T *at = line + columns_at[s] * all;
-#pragma GCC unroll 4
+        const T *at = line + tap->at * all;
+        const Range valid{tap->positions.begin - x, tap->positions.end - x};
+#pragma GCC unroll 8
         for (int p = 0; p < kPixels; ++p)
+          if (kInner || valid.has(p))
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) sum[p][v] += load(at + p * pixel + v * kLanes<T>, part) * right[v];
+            for (int v = 0; v < kVectors; ++v) sum[p][v] += load(at + p * pixel + v * kLanes<T>, part) * right[v];
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int p = 0; p < kPixels; ++p)
+      if (kInner || x + p < w.positions)
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v)
-        store(result + (begin + (x + p) * stride) * source.all + v * kLanes<T>, sum[p][v], part);
+        for (int v = 0; v < kVectors; ++v)
+          store(result + (begin + (x + p) * stride) * source.all + v * kLanes<T>, sum[p][v], part);
   }
 };
 
@@ -128,7 +126,7 @@ Status convolve_pixel_lines(const char *op, const Source<T> &source, const T *we
   using A = Accumulate<T>;
   const int64_t kernel = source.h.kernel * source.w.kernel, channels = source.all;
   const Buffer<A> all_weights(kernel * channels);
-  const Buffer<int64_t> rows(source.h.kernel), columns(source.w.kernel);
+  const Buffer<Tap> rows(source.h.kernel), columns(source.w.kernel);
   if (!(all_weights && rows && columns)) return out_of_memory(op);
   A *weights = all_weights;
   each_phase(source.h, [&](const Phase &i) {
@@ -173,8 +171,10 @@ struct PixelSums {
     const int64_t taps = h.count * w.count;
     for (int64_t i = 0; i < channels * taps; ++i) to[i] = 0;
     for (int64_t i = 0; i < taps * kWidth; ++i) sums[i] = 0;
-    // a sum has at most about so many terms before it is added in double
+    // A sum has at most about so many terms before it is added in double. What half of them meet fits the first-level
+    // cache.
     constexpr int64_t kMostTerms = 256;
+    const int64_t band = kMostTerms / 2 / (w.positions + 1) + 1;
     int64_t terms = 0;
     auto flush = [&] {
       for (int64_t t = 0; t < taps; ++t)
@@ -183,59 +183,61 @@ struct PixelSums {
       terms = 0;
     };
     for (int64_t image = begin; image < end; ++image)
-      for (int64_t y = 0; y < h.positions; ++y) {
-        add_line(image, y);
-        if ((terms += w.positions) >= kMostTerms) flush();
+      for (int64_t y = 0; y < h.positions; y += band) {
+        add_lines(image, {y, y + band});
+        if ((terms += band * w.positions) >= kMostTerms) flush();
       }
     flush();
   }
 
  private:
-  void add_line(int64_t image, int64_t y) const {
-    const Range rows = h.taps_of(y);
-    const T *const other = dy + (image * h.positions + y) * w.positions * source.all;
-    for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const T *const from =
-          source.data + (image * source.h.source + y * h.step + h.at[r]) * source.w.source * source.all;
-      for (int64_t s = 0; s < w.count;) {
+  // Adds the products of the lines of an image.
+  void add_lines(int64_t image, Range lines) const {
+    for (int64_t r = 0; r < h.count; ++r) {
+      const Range here = lines.in(h.taps[r].positions);
+      for (int64_t s = 0; s < w.count && here.begin < here.end;) {
         const int64_t left = w.count - s, n = left == 3 || left > 4 ? 3 : left > 1 ? 2 : 1;
-        A *const to = sums + (r * w.count + s) * kWidth;
-        const Range inner = w.positions_of_all(s, s + n);
-        if (inner.begin < inner.end) {
-          if (n == 3) add_products<3>(from, other, s, inner, to);
-          else if (n == 2) add_products<2>(from, other, s, inner, to);
-          else add_products<1>(from, other, s, inner, to);
-        }
-        for (int64_t k = 0; k < n && n > 1; ++k) {  // where not all of them are in the image
-          const Range all = w.positions_of(s + k);
-          const bool none = inner.begin >= inner.end;
-          add_products<1>(from, other, s + k, {all.begin, none ? all.end : inner.begin}, to + k * kWidth);
-          if (!none) add_products<1>(from, other, s + k, {inner.end, all.end}, to + k * kWidth);
-        }
+        if (n == 3) add_products<3>(image, here, r, s);
+        else if (n == 2) add_products<2>(image, here, r, s);
+        else add_products<1>(image, here, r, s);
         s += n;
       }
     }
   }
 
   template <int kTaps>
-  AOT_INLINE void add_products(const T *from, const T *other, int64_t s, Range range, A *to) const {
-    if (range.begin >= range.end) return;
+  void add_products(int64_t image, Range lines, int64_t r, int64_t s) const {
     Vec<T> sum[kTaps][kVectors];
+    Range valid[kTaps];
     const T *at[kTaps];
+    A *const to = sums + (r * w.count + s) * kWidth;
+    const Range inner = w.positions_of_all(s, s + kTaps);
+    const int64_t line = source.w.source * source.all, pixel = w.step * source.all;
 #pragma GCC unroll 3
     for (int k = 0; k < kTaps; ++k) {
-      at[k] = from + (w.at[s + k] + range.begin * w.step) * source.all;
+      const Tap tap = w.taps[s + k];
+      at[k] = source.data + (image * source.h.source + h.taps[r].at) * line + tap.at * source.all;
+      valid[k] = tap.positions;
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) sum[k][v] = load(to + k * kWidth + v * kLanes<T>);
     }
-    const T *d = other + range.begin * source.all;
-    for (int64_t x = range.begin, offset = 0; x < range.end; ++x, offset += w.step * source.all, d += source.all)
+    for (int64_t y = lines.begin; y < lines.end; ++y) {
+      const T *const d = dy + (image * h.positions + y) * w.positions * source.all;
+      auto add = [&](int64_t x, bool all) AOT_INLINED {
+        const int64_t offset = y * h.step * line + x * pixel;
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec<T> right = load(d + v * kLanes<T>, part);
+        for (int v = 0; v < kVectors; ++v) {
+          const Vec<T> right = load(d + x * source.all + v * kLanes<T>, part);
 #pragma GCC unroll 3
-        for (int k = 0; k < kTaps; ++k) sum[k][v] += load(at[k] + offset + v * kLanes<T>, part) * right;
-      }
+          for (int k = 0; k < kTaps; ++k)
+            if (all || valid[k].has(x)) sum[k][v] += load(at[k] + offset + v * kLanes<T>, part) * right;
+        }
+      };
+      int64_t x = 0;
+      for (; x < w.positions && x < inner.begin; ++x) add(x, false);
+      for (; x < inner.end; ++x) add(x, true);
+      for (; x < w.positions; ++x) add(x, false);
+    }
 #pragma GCC unroll 3
     for (int k = 0; k < kTaps; ++k)
 #pragma GCC unroll 2
@@ -250,7 +252,7 @@ Status sum_pixel_lines(const char *op, const Source<T> &source, const T *dy, T *
   constexpr int64_t kWidth = 2 * kLanes<T>;
   const int64_t taps = source.depth(), channels = source.all, blocks = ceil_div(channels, kWidth);
   const int64_t slices = image_slices(source.batch, blocks);
-  const Buffer<int64_t> rows(source.h.kernel), columns(source.w.kernel);
+  const Buffer<Tap> rows(source.h.kernel), columns(source.w.kernel);
   const Buffer<double> sums(slices * channels * taps);
   if (!(rows && columns && sums)) return out_of_memory(op);
   const PhaseTaps h = PhaseTaps::of({source.h, 0}, rows), w = PhaseTaps::of({source.w, 0}, columns);
