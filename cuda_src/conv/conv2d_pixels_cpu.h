@@ -1,6 +1,7 @@
-// Convolutions of each channel with its own kernel, on the CPU, where the channels of a pixel are contiguous: vectors
-// of channels, of a few pixels at a time, meet one element of the kernels. Taps that lie outside of the image are left
-// out, so that no zeros are added around it.
+// Depthwise convolutions on the CPU: vectors of channels, of a few pixels at a time, meet one element of the kernels.
+// Taps that lie outside of the image are left out, so that no zeros are added around it. A thread computes a band of an
+// image for a block of channels. If these are not whole vectors of a pixel, in the type of the sums, it rearranges the
+// band before, and the result afterwards.
 #pragma once
 #include "conv2d_lines_cpu.h"
 
@@ -14,9 +15,9 @@ struct Range {
   Range in(Range other) const { return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end}; }
 };
 
-// A tap of a phase: position 0 meets element `at` of the source; `positions` meet elements within it.
+// Element k of the kernel in a phase: position 0 meets element `at` of the source; `positions` meet elements within it.
 struct Tap {
-  int64_t at;
+  int64_t k, at;
   Range positions;
 };
 
@@ -26,9 +27,9 @@ struct PhaseTaps {
 
   static PhaseTaps of(const Phase &phase, Tap *taps) {
     PhaseTaps of{taps, 0, phase.axis.source, phase.source_step(), phase.count()};
-    phase.each_tap([&](int64_t, int64_t at) {
+    phase.each_tap([&](int64_t k, int64_t at) {
       const int64_t first = at < 0 ? ceil_div(-at, of.step) : 0, room = of.source - at;
-      taps[of.count++] = {at, Range{first, room > 0 ? ceil_div(room, of.step) : 0}.in({0, of.positions})};
+      taps[of.count++] = {k, at, Range{first, room > 0 ? ceil_div(room, of.step) : 0}.in({0, of.positions})};
     });
     return of;
   }
@@ -46,191 +47,320 @@ struct PhaseTaps {
   }
 };
 
+// ------------------------------------------------------------------------------------------------------------ blocks
+
+// Adjacent channels, which are padded with zeros to `width`, one or two vectors.
+template <typename T>
+struct ChannelBlock {
+  using A = Accumulate<T>;
+  static constexpr int64_t kWidth = 2 * kLanes<T>;
+  int64_t first, channels, width;
+
+  static ChannelBlock of(int64_t index, int64_t all) {
+    const int64_t first = index * kWidth, n = all - first < kWidth ? all - first : kWidth;
+    return {first, n, n > kLanes<T> ? kWidth : kLanes<T>};
+  }
+  // Whether it is read and written where it lies.
+  bool in_place(bool nhwc) const { return nhwc && std::is_same_v<T, A> && channels == width; }
+
+  // to (n, width) = n elements of each channel: of planes that are `stride` apart, or of pixels.
+  [[gnu::noinline, gnu::noclone]] void read(const T *from, bool nhwc, int64_t stride, int64_t n, A *to) const {
+    if (nhwc)
+      return each_pixel(n, [=, *this](int64_t i, int64_t c, auto part) {
+        if (c == 0) __builtin_prefetch(from + (i + 8) * stride);
+        aot::store(to + i * width + c, load(from + i * stride + c, part));
+      });
+    each_square(n, [=, *this](int64_t c, int64_t at, int64_t size, auto part) {
+      Vec<T> v[kLanes<T>];
+      for (int64_t l = 0; l < kLanes<T>; ++l)
+        v[l] = c + l < channels ? load(from + (c + l) * stride + at, part) : Vec<T>{};
+      transpose<kLanes<T> / 2>(v);
+      for (int64_t l = 0; l < size; ++l) aot::store(to + (at + l) * width + c, v[l]);
+    });
+  }
+  // The reverse.
+  [[gnu::noinline, gnu::noclone]] void write(const A *from, int64_t n, T *to, bool nhwc, int64_t stride) const {
+    if (nhwc)
+      return each_pixel(n, [=, *this](int64_t i, int64_t c, auto part) {
+        aot::store(to + i * stride + c, load(from + i * width + c), part);
+      });
+    each_square(n, [=, *this](int64_t c, int64_t at, int64_t size, auto part) {
+      Vec<T> v[kLanes<T>];
+      for (int64_t l = 0; l < kLanes<T>; ++l) v[l] = l < size ? load(from + (at + l) * width + c) : Vec<T>{};
+      transpose<kLanes<T> / 2>(v);
+      for (int64_t l = 0; l < kLanes<T> && c + l < channels; ++l) aot::store(to + (c + l) * stride + at, v[l], part);
+    });
+  }
+
+ private:
+  // f(pixel, channel, part) for each vector of channels of n pixels.
+  template <class F>
+  void each_pixel(int64_t n, F f) const {
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t c = 0; c < channels; c += kLanes<T>)
+        channels - c >= kLanes<T> ? f(i, c, Full()) : f(i, c, Part{channels - c});
+  }
+  // f(channel, element, size, part) for each vector of channels, and of elements, `size` of which exist.
+  template <class F>
+  void each_square(int64_t n, F f) const {
+    for (int64_t c = 0; c < channels; c += kLanes<T>) {
+      int64_t at = 0;
+      for (; at + kLanes<T> <= n; at += kLanes<T>) f(c, at, kLanes<T>, Full());
+      if (at < n) f(c, at, n - at, Part{n - at});
+    }
+  }
+};
+
+// The bands that an image is divided into: `lines` lines of each phase of the result, and the rows that they meet.
+struct PixelBands {
+  static constexpr int64_t kWidth = ChannelBlock<float>::kWidth;
+  static constexpr int64_t kCache = 1 << 17, kMost = 1 << 22;  // elements: of a cache; that a thread may need
+  Axis h;
+  int64_t source_line, result_line;
+  int64_t low = 0, high = 0, source_step = 1, step = 1, all = 0, lines = 0, count = 0;
+
+  PixelBands(const Axis &h, const Axis &w) : h(h), source_line(w.source), result_line(w.result) {
+    bool any = false;
+    each_phase(h, [&](const Phase &phase) {
+      source_step = phase.source_step(), step = phase.step();
+      phase.each_tap([&](int64_t, int64_t at) {
+        low = any && low < at ? low : at, high = any && high > at ? high : at, any = true;
+      });
+    });
+    all = ceil_div(h.result, step);
+    const int64_t halo = high - low, least = ceil_div(halo, source_step) + 1;
+    const int64_t fit = (kCache / kWidth - halo * source_line) / (source_step * source_line + step * result_line + 1);
+    divide(fit > least ? fit : least);
+  }
+  void divide(int64_t most) {
+    lines = most < all ? most : all;
+    count = ceil_div(all, lines > 0 ? lines : 1);
+  }
+  Range of(int64_t band) const { return Range{band * lines, band * lines + lines}.in({0, all}); }
+  Range source_rows(Range lines) const {
+    const Range rows{lines.begin * source_step + low, (lines.end - 1) * source_step + high + 1};
+    const Range some = rows.in({0, h.source});
+    return some.begin < some.end ? some : Range{0, 0};
+  }
+  Range result_rows(Range lines) const { return Range{lines.begin * step, lines.end * step}.in({0, h.result}); }
+
+  // Elements that a thread needs of the source, and of the result.
+  int64_t source_size() const {
+    const int64_t rows = (lines - 1) * source_step + high - low + 1;
+    return (rows < h.source ? rows : h.source) * source_line * kWidth;
+  }
+  int64_t result_size() const { return lines * step * result_line * kWidth; }
+  bool fits() const { return double(source_size()) + double(result_size()) <= kMost; }
+};
+
 // ------------------------------------------------------------------------------------------------------------ y, dx
 
-template <typename T>
+// One or two vectors of channels. source: of their pixels, `source.all` apart, as those of the result.
+template <typename A>
 struct PixelLines {
-  using A = Accumulate<T>;
   static constexpr int kPixels = Block<A>::k32Registers ? 7 : 4;
-  Source<T> source;
+  Source<A> source;
   PhaseTaps h, w;
-  const A *weight;  // (h.count, w.count, channels)
-  const T *bias;
-  int64_t begin, stride;  // from one position to the next in a line of the result, after `begin`
+  int64_t width;
+  const A *weight, *bias;  // weight: (elements of the kernel, width)
+  int64_t begin, stride;   // from one position to the next in a line of the result, after `begin`
 
   // A line of the result from a line of positions.
-  void compute(int64_t image, int64_t y, T *result) const {
+  void compute(int64_t y, A *result) const {
     const Range rows = h.taps_of(y), inner = w.positions_of_all(0, w.count);
-    const T *const from = source.data + image * source.h.source * source.w.source * source.all;
-    for (int64_t x = 0; x < w.positions; x += kPixels)
-      if (inner.begin <= x && x + kPixels <= inner.end) add_taps<true>(from, y, x, rows, result);
-      else add_taps<false>(from, y, x, rows, result);
+    for (int64_t x = 0; x < w.positions; x += kPixels) {
+      A *const to = result + (begin + x * stride) * source.all;
+      const bool all = inner.begin <= x && x + kPixels <= inner.end;
+      if (width > kLanes<A>) all ? add_taps<true, 2>(y, x, rows, to) : add_taps<false, 2>(y, x, rows, to);
+      else all ? add_taps<true, 1>(y, x, rows, to) : add_taps<false, 1>(y, x, rows, to);
+    }
   }
 
  private:
   // kInner: all pixels exist, and all taps are within the source.
-  template <bool kInner>
-  [[gnu::noinline]] void add_taps(const T *from, int64_t y, int64_t x, Range rows, T *result) const {
-    int64_t c = 0;
-    for (; c + 2 * kLanes<T> <= source.all; c += 2 * kLanes<T>)
-      add_taps<kInner, 2>(from + c, y, x, rows, c, result + c, Full());
-    for (; c + kLanes<T> <= source.all; c += kLanes<T>)
-      add_taps<kInner, 1>(from + c, y, x, rows, c, result + c, Full());
-    if (c < source.all) add_taps<kInner, 1>(from + c, y, x, rows, c, result + c, Part{source.all - c});
-  }
-  template <bool kInner, int kVectors, class P>
-  AOT_INLINE void add_taps(const T *from, int64_t y, int64_t x, Range rows, int64_t c, T *result, P part) const {
-    Vec<T> sum[kPixels][kVectors];
+  template <bool kInner, int kVectors>
+  [[gnu::noinline]] void add_taps(int64_t y, int64_t x, Range rows, A *result) const {
+    VecOf<A> sum[kPixels][kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      const Vec<T> first = bias ? load(bias + c + v * kLanes<T>, part) : Vec<T>{};
+      const VecOf<A> first = bias ? load(bias + v * kLanes<A>) : VecOf<A>{};
 #pragma GCC unroll 8
       for (int p = 0; p < kPixels; ++p) sum[p][v] = first;
     }
-    const int64_t all = source.all, pixel = w.step * all;
+    const int64_t pixel = w.step * source.all, line = source.w.source * source.all;
+    const A *const from = source.data + y * h.step * line + x * pixel;
     if (kInner && h.count > 0) {
       // rows that the next line meets first: the steps between pixels are too long for hardware prefetchers
       const int64_t first = h.taps[0].at, other = h.taps[h.count - 1].at, last = first > other ? first : other;
       for (int64_t k = 1; k <= h.step; ++k)
-        for (int64_t p = 0; p < kPixels * w.step; ++p)
-          __builtin_prefetch(from + ((y * h.step + last + k) * source.w.source + x * w.step + p) * all);
+        for (int64_t p = 0; p < kPixels * w.step; ++p) __builtin_prefetch(from + (last + k) * line + p * source.all);
     }
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const T *const line = from + (y * h.step + h.taps[r].at) * source.w.source * all + x * pixel;
-      const A *weights = weight + r * w.count * all + c;
-      for (const Tap *tap = w.taps, *end = tap + w.count; tap < end; ++tap, weights += all) {
-        Vec<T> right[kVectors];
+      const A *const row = from + h.taps[r].at * line, *const weights = weight + h.taps[r].k * source.w.kernel * width;
+      for (const Tap *tap = w.taps, *end = tap + w.count; tap < end; ++tap) {
+        VecOf<A> right[kVectors];
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) right[v] = load(weights + v * kLanes<T>, part);
-        const T *at = line + tap->at * all;
+        for (int v = 0; v < kVectors; ++v) right[v] = load(weights + tap->k * width + v * kLanes<A>);
+        const A *at = row + tap->at * source.all;
         const Range valid{tap->positions.begin - x, tap->positions.end - x};
 #pragma GCC unroll 8
         for (int p = 0; p < kPixels; ++p)
           if (kInner || valid.has(p))
 #pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) sum[p][v] += load(at + p * pixel + v * kLanes<T>, part) * right[v];
+            for (int v = 0; v < kVectors; ++v) sum[p][v] += load(at + p * pixel + v * kLanes<A>) * right[v];
       }
     }
 #pragma GCC unroll 8
     for (int p = 0; p < kPixels; ++p)
       if (kInner || x + p < w.positions)
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v)
-          store(result + (begin + (x + p) * stride) * source.all + v * kLanes<T>, sum[p][v], part);
+        for (int v = 0; v < kVectors; ++v) store(result + p * stride * source.all + v * kLanes<A>, sum[p][v]);
   }
 };
 
-// result = each channel of the source convolved with its kernel, NHWC.
+// Where a row of a block of channels begins in an image; and from one pixel to the next, or from a plane to the next.
+inline int64_t block_row(bool nhwc, int64_t image, const Axis &h, int64_t line, int64_t all, int64_t first, int64_t row,
+                         bool of_result) {
+  const int64_t rows = of_result ? h.result : h.source;
+  return nhwc ? (image * rows + row) * line * all + first : ((image * all + first) * rows + row) * line;
+}
+
+// result = each channel of the source convolved with its kernel.
 template <typename T>
-Status convolve_pixel_lines(const char *op, const Source<T> &source, const T *weight, const T *bias, T *result) {
+Status convolve_depthwise(const char *op, const Source<T> &source, PixelBands bands, const T *weight, const T *bias,
+                          T *result) {
   using A = Accumulate<T>;
-  const int64_t kernel = source.h.kernel * source.w.kernel, channels = source.all;
-  const Buffer<A> all_weights(kernel * channels);
-  const Buffer<Tap> rows(source.h.kernel), columns(source.w.kernel);
-  if (!(all_weights && rows && columns)) return out_of_memory(op);
-  A *weights = all_weights;
-  each_phase(source.h, [&](const Phase &i) {
-    each_phase(source.w, [&](const Phase &j) {
-      A *to = weights;
-      i.each_tap([&](int64_t r, int64_t) {
-        j.each_tap([&](int64_t s, int64_t) {
-          for (int64_t c = 0; c < channels; ++c) *to++ = load_one(weight + c * kernel + r * source.w.kernel + s);
-        });
+  using Block = ChannelBlock<T>;
+  const int64_t kernel = source.h.kernel * source.w.kernel, all = source.all, blocks = ceil_div(all, Block::kWidth);
+  const int64_t line = source.w.source, result_line = source.w.result;
+  const bool nhwc = source.nhwc;
+  while (threads() > 1 && source.batch * blocks * bands.count < 2 * threads() && bands.lines > 8)
+    bands.divide(ceil_div(bands.lines, 2));
+  const Buffer<A> weights(blocks * kernel * Block::kWidth), biases(blocks * Block::kWidth);
+  if (!(weights && biases)) return out_of_memory(op);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Block block = Block::of(b, all);
+    block.read(weight + block.first * kernel, false, kernel, kernel, weights + block.first * kernel);
+    if (bias) block.read(bias + block.first, false, 1, 1, biases + block.first);
+  }
+  const int64_t in_size = bands.source_size(), size = in_size + bands.result_size();
+  auto compute = [&, op](int64_t index) -> Status {
+    const Block block = Block::of(index % blocks, all);
+    const int64_t image = index / blocks / bands.count;
+    const Range lines = bands.of(index / blocks % bands.count), from = bands.source_rows(lines);
+    const Range to = bands.result_rows(lines);
+    const int64_t taps_size = (source.h.kernel + source.w.kernel) * sizeof(Tap);
+    A *const in = static_cast<A *>(thread_scratch(size * sizeof(A) + taps_size));
+    if (!in) return out_of_memory(op);
+    Tap *const taps = reinterpret_cast<Tap *>(in + size);
+    const bool in_place = block.in_place(nhwc);
+    const T *const x = source.data + block_row(nhwc, image, source.h, line, all, block.first, from.begin, false);
+    T *const y = result + block_row(nhwc, image, source.h, result_line, all, block.first, to.begin, true);
+    if (!in_place) block.read(x, nhwc, nhwc ? all : source.h.source * line, (from.end - from.begin) * line, in);
+    const int64_t pixel = in_place ? all : block.width;
+    const A *const data = (in_place ? reinterpret_cast<const A *>(x) : in) - from.begin * line * pixel;
+    A *const out = in_place ? reinterpret_cast<A *>(y) : in + in_size;
+    const Source<A> pixels{true, source.h, source.w, 1, 1, pixel, data};
+    each_phase(source.h, [&](const Phase &i) {
+      each_phase(source.w, [&](const Phase &j) {
+        const PhaseTaps h = PhaseTaps::of(i, taps), w = PhaseTaps::of(j, taps + h.count);
+        const PixelLines<A> of{
+            pixels,  h,       w, block.width, weights + block.first * kernel, bias ? biases + block.first : nullptr,
+            j.first, j.step()};
+        for (int64_t l = lines.begin; l < lines.end && l < h.positions; ++l)
+          of.compute(l, out + (i.first + l * i.step() - to.begin) * result_line * pixel);
       });
-      const PhaseTaps h = PhaseTaps::of(i, rows), w = PhaseTaps::of(j, columns);
-      const PixelLines<T> lines{source, h, w, weights, bias, j.first, j.step()};
-      const int64_t n = source.batch * h.positions;
-      const int64_t piece = ceil_div(kGrain, w.positions * channels * (h.count * w.count + 1) + 1);
-      parallel_pieces(n, piece, [=, &i, &lines](int64_t begin, int64_t end) {
-        for (int64_t at = begin; at < end; ++at) {
-          const int64_t image = at / h.positions, y = at % h.positions, line = i.first + y * i.step();
-          lines.compute(image, y, result + (image * i.axis.result + line) * j.axis.result * channels);
-        }
-      });
-      weights = to;
     });
+    const int64_t n = (to.end - to.begin) * result_line;
+    if (!in_place) block.write(out, n, y, nhwc, nhwc ? all : source.h.result * result_line);
+    return kOk;
+  };
+  const int64_t tasks = source.batch * blocks * bands.count, piece = ceil_div(kGrain, bands.result_size() * kernel + 1);
+  return try_parallel(ceil_div(tasks, piece), [&](int64_t index) -> Status {
+    for (int64_t i = index * piece; i < tasks && i < (index + 1) * piece; ++i) AOT_TRY(compute(i));
+    return kOk;
   });
-  return kOk;
 }
 
 // ---------------------------------------------------------------------------------------------------------- dweight
 
-// The sums of the products of x and dy of kVectors vectors of channels, or of the part of one.
-template <typename T, int kVectors, class P>
+// The sums of the products of x and dy of one or two vectors of channels.
+template <typename A>
 struct PixelSums {
-  using A = Accumulate<T>;
-  static constexpr int64_t kWidth = kVectors * kLanes<T>;
-  Source<T> source;
+  Source<A> source;  // pixels are source.all apart, those of dy too
   PhaseTaps h, w;
-  const T *dy;  // from the first of the channels on, as source.data
-  P part;
-  A *sums;  // (taps, kWidth)
+  const A *dy;
+  A *sums;                             // (taps, width)
+  double *to;                          // (channels, taps): the sums of all images
+  int64_t width, channels, terms = 0;  // terms: of `sums` so far
 
-  // to (channels, taps) = the sums over the images [begin, end).
-  void add_images(int64_t begin, int64_t end, int64_t channels, double *to) const {
-    const int64_t taps = h.count * w.count;
-    for (int64_t i = 0; i < channels * taps; ++i) to[i] = 0;
-    for (int64_t i = 0; i < taps * kWidth; ++i) sums[i] = 0;
+  void clear() const {
+    std::memset(to, 0, channels * h.count * w.count * sizeof *to);
+    std::memset(sums, 0, h.count * w.count * width * sizeof *sums);
+  }
+  // Adds some lines of an image.
+  [[gnu::noinline]] void add(Range lines) {
     // A sum has at most about so many terms before it is added in double. What half of them meet fits the first-level
     // cache.
     constexpr int64_t kMostTerms = 256;
     const int64_t band = kMostTerms / 2 / (w.positions + 1) + 1;
-    int64_t terms = 0;
-    auto flush = [&] {
-      for (int64_t t = 0; t < taps; ++t)
-        for (int64_t c = 0; c < channels; ++c) to[c * taps + t] += sums[t * kWidth + c];
-      for (int64_t i = 0; i < taps * kWidth; ++i) sums[i] = 0;
-      terms = 0;
-    };
-    for (int64_t image = begin; image < end; ++image)
-      for (int64_t y = 0; y < h.positions; y += band) {
-        add_lines(image, {y, y + band});
-        if ((terms += band * w.positions) >= kMostTerms) flush();
-      }
-    flush();
+    for (int64_t y = lines.begin; y < lines.end; y += band) {
+      add_lines(lines.in({y, y + band}));
+      if ((terms += band * w.positions) >= kMostTerms) flush();
+    }
+  }
+  [[gnu::noinline]] void flush() {
+    const int64_t taps = h.count * w.count;
+    for (int64_t t = 0; t < taps; ++t)
+      for (int64_t c = 0; c < channels; ++c) to[c * taps + t] += sums[t * width + c];
+    std::memset(sums, 0, taps * width * sizeof *sums);
+    terms = 0;
   }
 
  private:
-  // Adds the products of the lines of an image.
-  void add_lines(int64_t image, Range lines) const {
+  void add_lines(Range lines) const {
     for (int64_t r = 0; r < h.count; ++r) {
       const Range here = lines.in(h.taps[r].positions);
       for (int64_t s = 0; s < w.count && here.begin < here.end;) {
         const int64_t left = w.count - s, n = left == 3 || left > 4 ? 3 : left > 1 ? 2 : 1;
-        if (n == 3) add_products<3>(image, here, r, s);
-        else if (n == 2) add_products<2>(image, here, r, s);
-        else add_products<1>(image, here, r, s);
+        width > kLanes<A> ? add_products<2>(here, r, s, n) : add_products<1>(here, r, s, n);
         s += n;
       }
     }
   }
 
-  template <int kTaps>
-  void add_products(int64_t image, Range lines, int64_t r, int64_t s) const {
-    Vec<T> sum[kTaps][kVectors];
+  template <int kVectors>
+  void add_products(Range lines, int64_t r, int64_t s, int64_t n) const {
+    if (n == 3) add_products<kVectors, 3>(lines, r, s);
+    else if (n == 2) add_products<kVectors, 2>(lines, r, s);
+    else add_products<kVectors, 1>(lines, r, s);
+  }
+  template <int kVectors, int kTaps>
+  [[gnu::noinline]] void add_products(Range lines, int64_t r, int64_t s) const {
+    VecOf<A> sum[kTaps][kVectors];
     Range valid[kTaps];
-    const T *at[kTaps];
-    A *const to = sums + (r * w.count + s) * kWidth;
+    const A *at[kTaps];
+    A *const to = sums + (r * w.count + s) * width;
     const Range inner = w.positions_of_all(s, s + kTaps);
     const int64_t line = source.w.source * source.all, pixel = w.step * source.all;
 #pragma GCC unroll 3
     for (int k = 0; k < kTaps; ++k) {
       const Tap tap = w.taps[s + k];
-      at[k] = source.data + (image * source.h.source + h.taps[r].at) * line + tap.at * source.all;
+      at[k] = source.data + h.taps[r].at * line + tap.at * source.all;
       valid[k] = tap.positions;
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[k][v] = load(to + k * kWidth + v * kLanes<T>);
+      for (int v = 0; v < kVectors; ++v) sum[k][v] = load(to + k * width + v * kLanes<A>);
     }
     for (int64_t y = lines.begin; y < lines.end; ++y) {
-      const T *const d = dy + (image * h.positions + y) * w.positions * source.all;
+      const A *const d = dy + y * w.positions * source.all;
       auto add = [&](int64_t x, bool all) AOT_INLINED {
         const int64_t offset = y * h.step * line + x * pixel;
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          const Vec<T> right = load(d + x * source.all + v * kLanes<T>, part);
+          const VecOf<A> right = load(d + x * source.all + v * kLanes<A>);
 #pragma GCC unroll 3
           for (int k = 0; k < kTaps; ++k)
-            if (all || valid[k].has(x)) sum[k][v] += load(at[k] + offset + v * kLanes<T>, part) * right;
+            if (all || valid[k].has(x)) sum[k][v] += load(at[k] + offset + v * kLanes<A>) * right;
         }
       };
       int64_t x = 0;
@@ -241,40 +371,56 @@ struct PixelSums {
 #pragma GCC unroll 3
     for (int k = 0; k < kTaps; ++k)
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) store(to + k * kWidth + v * kLanes<T>, sum[k][v]);
+      for (int v = 0; v < kVectors; ++v) store(to + k * width + v * kLanes<A>, sum[k][v]);
   }
 };
 
-// dweight (channels, taps) of a convolution of each channel with its kernel, NHWC.
+// dweight (channels, taps) of a convolution of each channel with its kernel.
 template <typename T>
-Status sum_pixel_lines(const char *op, const Source<T> &source, const T *dy, T *dweight) {
+Status sum_depthwise(const char *op, const Source<T> &source, const PixelBands &bands, const T *dy, T *dweight) {
   using A = Accumulate<T>;
-  constexpr int64_t kWidth = 2 * kLanes<T>;
-  const int64_t taps = source.depth(), channels = source.all, blocks = ceil_div(channels, kWidth);
-  const int64_t slices = image_slices(source.batch, blocks);
+  using Block = ChannelBlock<T>;
+  const int64_t taps = source.depth(), all = source.all, blocks = ceil_div(all, Block::kWidth);
+  const int64_t slices = image_slices(source.batch, blocks), line = source.w.source, dy_line = source.w.result;
+  const bool nhwc = source.nhwc;
   const Buffer<Tap> rows(source.h.kernel), columns(source.w.kernel);
-  const Buffer<double> sums(slices * channels * taps);
+  const Buffer<double> sums(slices * all * taps);
   if (!(rows && columns && sums)) return out_of_memory(op);
   const PhaseTaps h = PhaseTaps::of({source.h, 0}, rows), w = PhaseTaps::of({source.w, 0}, columns);
+  const int64_t x_size = bands.source_size(), size = x_size + bands.result_size();
   AOT_TRY(try_parallel(slices * blocks, [&](int64_t index) -> Status {
-    const int64_t slice = index / blocks, begin = slice * source.batch / slices;
-    const int64_t end = (slice + 1) * source.batch / slices;
-    A *const scratch = static_cast<A *>(thread_scratch(taps * kWidth * sizeof(A)));
-    if (!scratch) return out_of_memory(op);
-    auto add = [&](auto vectors, auto part, int64_t c, int64_t n) {
-      Source<T> from = source;
-      from.data += c;
-      const PixelSums<T, decltype(vectors)::value, decltype(part)> of{from, h, w, dy + c, part, scratch};
-      of.add_images(begin, end, n, sums + (slice * channels + c) * taps);
-    };
-    int64_t c = index % blocks * kWidth;
-    const int64_t stop = c + kWidth < channels ? c + kWidth : channels;
-    if (stop - c == kWidth) return add(std::integral_constant<int, 2>(), Full(), c, kWidth), kOk;
-    if (stop - c >= kLanes<T>) add(std::integral_constant<int, 1>(), Full(), c, kLanes<T>), c += kLanes<T>;
-    if (c < stop) add(std::integral_constant<int, 1>(), Part{stop - c}, c, stop - c);
+    const int64_t slice = index / blocks, end = (slice + 1) * source.batch / slices;
+    const Block block = Block::of(index % blocks, all);
+    A *const in = static_cast<A *>(thread_scratch((size + taps * Block::kWidth) * sizeof(A)));
+    if (!in) return out_of_memory(op);
+    const bool in_place = block.in_place(nhwc);
+    const int64_t pixel = in_place ? all : block.width;
+    PixelSums<A> of{{true, source.h, source.w, 1, 1, pixel, nullptr},
+                    h,
+                    w,
+                    nullptr,
+                    in + size,
+                    sums + (slice * all + block.first) * taps,
+                    block.width,
+                    block.channels};
+    of.clear();
+    for (int64_t image = slice * source.batch / slices; image < end; ++image)
+      for (int64_t band = 0; band < bands.count; ++band) {
+        const Range lines = bands.of(band), from = bands.source_rows(lines);
+        const T *x = source.data + block_row(nhwc, image, source.h, line, all, block.first, from.begin, false);
+        const T *d = dy + block_row(nhwc, image, source.h, dy_line, all, block.first, lines.begin, true);
+        if (!in_place) {
+          block.read(x, nhwc, nhwc ? all : source.h.source * line, (from.end - from.begin) * line, in);
+          block.read(d, nhwc, nhwc ? all : source.h.result * dy_line, (lines.end - lines.begin) * dy_line, in + x_size);
+        }
+        of.source.data = (in_place ? reinterpret_cast<const A *>(x) : in) - from.begin * line * pixel;
+        of.dy = (in_place ? reinterpret_cast<const A *>(d) : in + x_size) - lines.begin * dy_line * pixel;
+        of.add(lines);
+      }
+    of.flush();
     return kOk;
   }));
-  return add_slices(sums, slices, channels * taps, dweight), kOk;
+  return add_slices(sums, slices, all * taps, dweight), kOk;
 }
 
 }  // namespace AOT_ISA

@@ -762,8 +762,7 @@ struct GemmTile {
     constexpr bool kPacksRows = !kGathers && !kTiles<Terms>;
     const bool by_strips = B::kByStrips && !kPoints && !kPacked && !kTiles<Terms> && !few;
     bool unpacked_b = few;
-    if constexpr (!kPacked && std::is_same_v<T, A>)
-      unpacked_b |= by_strips && !b.transposed && m <= B::kInPlaceRows;
+    if constexpr (!kPacked && std::is_same_v<T, A>) unpacked_b |= by_strips && !b.transposed && m <= B::kInPlaceRows;
     // the last ones are packed if they are not a whole block
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     const bool takes_two = kMayTakeTwo && !unpacked_b;

@@ -341,12 +341,20 @@ Status sum_in_tiles(const char *op, const Source<bfloat16> &source, const bfloat
 }
 #endif
 
+// Whether the vectors of a depthwise convolution hold channels: if not, positions of a line.
+template <typename T>
+bool worth_pixels(const Source<T> &source) {
+  return source.nhwc || 2 * source.all >= kLanes<T>;
+}
+
 template <typename T>
 Status convolve(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
                 int64_t out_channels, T *result) {
   if (source.identity()) return convolve_pixels(source, weight, bias, groups, out_channels, result);
   const bool depthwise = source.channels == 1 && out_channels == 1;
-  if (depthwise && source.nhwc) return convolve_pixel_lines(op, source, weight, bias, result);
+  const PixelBands pixels(source.h, source.w);
+  if (depthwise && worth_pixels(source) && pixels.fits())
+    return convolve_depthwise(op, source, pixels, weight, bias, result);
   const Planes<T> planes(source);
   const Phase i{source.h, 0}, j{source.w, 0};
   Bands bands = Bands::of(planes, groups, source.channels, i.count());
@@ -503,7 +511,9 @@ Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_
   using A = Accumulate<T>;
   const int64_t weights = groups * out_channels * source.depth();
   const bool depthwise = source.channels == 1 && out_channels == 1;
-  if (depthwise && source.nhwc && !source.identity()) return sum_pixel_lines(op, source, dy, dweight);
+  const PixelBands pixels(source.h, source.w);
+  if (depthwise && !source.identity() && worth_pixels(source) && pixels.fits())
+    return sum_depthwise(op, source, pixels, dy, dweight);
   const Planes<T> planes(source);
   const Bands bands = Bands::of(planes, groups, source.channels + out_channels, source.h.result);
   const bool enough = ceil_div(groups, bands.chunk) * source.batch >= 8;
