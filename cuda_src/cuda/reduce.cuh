@@ -57,6 +57,20 @@ __device__ inline void cluster_barrier() {
   __trap();
 #endif
 }
+// The two halves of a barrier that publishes nothing but what mbarrier_init_fence() does: with a release, a thread waits
+// for a fence of global memory behind the loads that it has in flight.
+__device__ inline void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+__device__ inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
 
 // --------------------------------------------------------------------------------------------------------- exchange
 
@@ -87,7 +101,7 @@ class Exchange {
       if (threadIdx.x == 0)
 #pragma unroll
         for (uint64_t &barrier : barriers) mbarrier_init(&barrier, 1), mbarrier_init_fence();
-      cluster_barrier();  // a block's shared memory may be written once it has started
+      cluster_arrive_relaxed();
     }
   }
 
@@ -98,6 +112,7 @@ class Exchange {
   __device__ void publish(const V &mine) {
     V *slots = set(published_);
     if constexpr (kSpan == Span::cluster) {
+      if (published_ == 0) cluster_wait();  // a block's shared memory may be written once it has started
       uint64_t *barrier = &barriers_[published_ % kSets];
       if (threadIdx.x == 0) mbarrier_expect(barrier, warps() * static_cast<int>(sizeof(V)));
       if (lane_index() < blocks_) store_async(slots + warp(), mine, barrier, lane_index());
