@@ -57,8 +57,8 @@ __device__ inline void cluster_barrier() {
   __trap();
 #endif
 }
-// The two halves of a barrier that publishes nothing but what mbarrier_init_fence() does: with a release, a thread waits
-// for a fence of global memory behind the loads that it has in flight.
+// The two halves of a barrier that publishes nothing but what mbarrier_init_fence() does: with a release, a thread
+// waits for a fence of global memory behind the loads that it has in flight.
 __device__ inline void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

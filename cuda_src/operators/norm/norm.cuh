@@ -4,7 +4,7 @@
 //            row length       kernel                                                             blocks
 //   forward  up to 2 KiB      norm_kernel, 1 to 4 rows for each warp                             one-shot
 //            up to 32 KiB     norm_kernel, a row for each block (up to 64 KiB with kMost = 8)    one-shot
-//            2 or 4 times it  norm_kernel, a row for each cluster, if kSplit                     one-shot
+//            2 to 8 times it  norm_kernel, a row for each cluster, if kSplit                     one-shot
 //            up to 512 KiB    norm_long_kernel, a row for each cluster                           persistent
 //   backward up to 256 of 32  norm_backward_few_kernel, all rows by one block                            one-shot
 //            up to 512 bytes  norm_backward_kernel, 1 to 4 rows for each warp                    persistent
@@ -165,6 +165,10 @@ __device__ inline Widened<typename N::R> kept_parameter(const Pipeline &pipeline
   for (int j = 0; j < ParameterVector<N>::kPlanes; ++j) v.plane[j] = pipeline.parameter(plane + j, i);
   return v.widened_kept();
 }
+
+// Rows that a persistent kernel has in shared memory where the next row is read before this one is finished: both, and
+// one in flight.
+constexpr int kLongStages = 3;
 
 // For kernels of any size and address: a block for each row, element by element. The row is read again for each pass.
 constexpr int kAnyThreads = 1024;

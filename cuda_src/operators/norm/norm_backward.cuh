@@ -36,24 +36,36 @@ struct NormBackwardTensors {
   bool alone = false;  // whether a single block has all rows, of one line, and writes the gradients instead of partials
 };
 
-constexpr int kStages = 2;
+// Rows of clusters: the sums of the next row are published before this row is finished.
+template <class Shape>
+constexpr bool kAhead = Shape::kSpan == Span::cluster;
 
 // Whether dh is loaded to registers instead, where a pipeline with it leaves too little shared memory.
-template <class Shape, class N>
-constexpr bool kDirectDh = N::kAdd && sizeof(typename N::R) > 2 && Shape::kVectors == 4;
+template <class Shape>
+constexpr bool kDirectDh = kAhead<Shape> || (sizeof(typename Shape::T) > 2 && Shape::kVectors == 4);
 
-// Whether a thread reads its part of a row from shared memory once, and holds it and its part of the weight in
-// registers: float32 rows of more than 4096 columns. Otherwise they are read for each of two passes.
+// Whether a thread reads its part of a row from shared memory once and holds it in registers: float32 rows of more than
+// 4096 columns. Otherwise it is read for each of two passes.
 template <class Shape, class N>
-constexpr bool kHeld = std::is_same_v<typename N::T, float> && Shape::kVectors == 4 && !(N::kAdd && N::kBias);
+constexpr bool kHeld = std::is_same_v<typename N::T, float> && Shape::kVectors == 4 && !kAhead<Shape>;
+
+// Whether a thread has its part of the weight in registers, not in shared memory.
+template <class Shape, class N>
+constexpr bool kHeldWeight = kHeld<Shape, N> || kAhead<Shape>;
+
+// A row that is held leaves its place to the next one as soon as it has been read.
+template <class Shape, class N>
+constexpr int kStages = kAhead<Shape>     ? kLongStages
+                        : kHeld<Shape, N> ? 1
+                                          : 2;
 
 // Rows of 16 bits are not kept in clusters, where it gained nothing.
 template <class Shape, class N, bool kKept = sizeof(typename N::R) != 2 || Shape::kSpan != Span::cluster,
-          int kKeptBytes = kHeld<Shape, N> ? 0 : NormParameters<N>::kKeptBytes>
-using BackwardPipeline =
-    std::conditional_t<N::kAdd && !kDirectDh<Shape, N>,
-                       SmemPipeline<Shape, kStages, kKeptBytes, kKept, typename N::R, typename N::T, typename N::R>,
-                       SmemPipeline<Shape, kStages, kKeptBytes, kKept, typename N::R, typename N::T>>;
+          int kKeptBytes = kHeldWeight<Shape, N> ? 0 : NormParameters<N>::kKeptBytes>
+using BackwardPipeline = std::conditional_t<
+    N::kAdd && !kDirectDh<Shape>,
+    SmemPipeline<Shape, kStages<Shape, N>, kKeptBytes, kKept, typename N::R, typename N::T, typename N::R>,
+    SmemPipeline<Shape, kStages<Shape, N>, kKeptBytes, kKept, typename N::R, typename N::T>>;
 
 template <int kSize, typename A>
 __device__ inline void store_sums(A *to, const A (&sums)[kSize]) {
@@ -109,16 +121,20 @@ __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::k
   }
 }
 
+// If kAhead, the exchange of a row's sums, and the wait for the slowest block, overlap with the stores of the row
+// before: shared memory has this row, the next one and one in flight.
 template <class Shape, class Threads, class N>
 __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)
     norm_backward_kernel(NormBackwardTensors<N> a, int row_warps) {
   using T = typename N::T;
   using R = typename N::R;
   using A = typename N::A;
-  constexpr int kStats = N::kStats, kSums = N::kSums;
-  constexpr bool kDirect = kDirectDh<Shape, N>, kHold = kHeld<Shape, N>;
+  constexpr int kStats = N::kStats, kSums = N::kSums, kVectors = Shape::kVectors;
+  constexpr int kStages = aot::kStages<Shape, N>;
+  constexpr bool kAhead = aot::kAhead<Shape>, kDirect = kDirectDh<Shape>;
+  constexpr bool kHold = kHeld<Shape, N>, kHoldWeight = kHeldWeight<Shape, N>;
   static_assert(!kHold || !N::kAdd || kDirect, "the next row's copies would overwrite dh before it is read");
-  RowPart<Shape> part(a.cols, row_warps);
+  RowPart<Shape> part(a.cols, row_warps, kAhead);
   NormParameters<N> &p = a.parameters;
   bool has_weight = p.weight != nullptr, has_dx = a.dx != nullptr, has_dresidual = a.dresidual != nullptr;
   const bool has_dh = a.dh != nullptr;
@@ -139,67 +155,65 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   weight.load(p, p.weight, has_weight, 1, part);
 #pragma unroll
   for (int s = 0; s < kStages; ++s) load_row(s, part.first_row() + s * part.step());
-  if constexpr (!kHold) weight.keep(pipeline, 0, p.wide, p.offset);
+  if constexpr (!kHoldWeight) weight.keep(pipeline, 0, p.wide, p.offset);
   else
     for (auto &v : weight.vector) v = v.kept(p.wide, p.offset);
-  auto stat = [&](int64_t row, int which) { return row < a.rows ? a.stats[kStats * row + which] : A(0); };
-  A next_mean = N::kCentred ? stat(part.first_row(), 0) : A(0), next_rstd = stat(part.first_row(), kStats - 1);
-  RowExchange<Shape, Sums<kStats, A>> exchange(row_warps);
 
-  A columns[kSums][Shape::kVectors][Shape::kSize] = {};  // each column's sums of dy * xhat and of dy
+  struct Statistics {
+    A mean, rstd;
+  };
+  auto load_statistics = [&](int64_t row) -> Statistics {
+    const bool present = row < a.rows;
+    return {N::kCentred && present ? a.stats[kStats * row] : A(0), present ? a.stats[kStats * row + kStats - 1] : A(0)};
+  };
+  Statistics next = load_statistics(part.first_row());
+  std::conditional_t<kAhead, Exchange<Span::cluster, Sums<kStats, A>, 4>, RowExchange<Shape, Sums<kStats, A>>> exchange(
+      row_warps);
+
+  A columns[kSums][kVectors][Shape::kSize] = {};  // each column's sums of dy * xhat and of dy
   A one_over_cols = A(1) / static_cast<A>(a.cols);
-  int stage = 0;
-  for (int64_t base = part.base(); base < a.rows; base += part.step()) {
-    int64_t row = base + part.own();
-    A mean = next_mean, rstd = next_rstd;
-    if constexpr (N::kCentred) next_mean = stat(row + part.step(), 0);
-    next_rstd = stat(row + part.step(), kStats - 1);
-    [[maybe_unused]] Vector<R> held[2][Shape::kVectors];  // x and dy
-    // f(k, x - mean, dy, g) for each element k of this thread's vector i of the row
-    auto each = [&](int i, auto f) {
-      Widened<R> x, d, w;
-      if constexpr (kHold) x = widen(held[0][i]), d = widen(held[1][i]), w = weight.vector[i].widened_kept();
-      else
-        x = widen(pipeline.read(kX, stage, i)), d = widen(pipeline.read(kDy, stage, i)),
-        w = kept_parameter<N>(pipeline, 0, i);
+  [[maybe_unused]] Vector<R> held[2][kHold ? kVectors : 1];  // x and dy
+  // f(k, x - mean, dy, g) for each element k of this thread's vector i of the row in a stage
+  auto each = [&](int stage, int i, A mean, auto f) {
+    Widened<R> x, d, w;
+    if constexpr (kHold) x = widen(held[0][i]), d = widen(held[1][i]);
+    else x = widen(pipeline.read(kX, stage, i)), d = widen(pipeline.read(kDy, stage, i));
+    if constexpr (kHoldWeight) w = weight.vector[i].widened_kept();
+    else w = kept_parameter<N>(pipeline, 0, i);
 #pragma unroll
-      for (int k = 0; k < Shape::kSize; ++k) f(k, N::kCentred ? x[k] - mean : x[k], d[k], d[k] * w[k]);
-    };
-
-    Vector<R> direct[kDirect ? Shape::kVectors : 1];
-    if constexpr (kDirect)
+    for (int k = 0; k < Shape::kSize; ++k) f(k, N::kCentred ? x[k] - mean : x[k], d[k], d[k] * w[k]);
+  };
+  // This thread's sums over the row in a stage, of g * xhat and of g
+  auto sum_stage = [&](int stage, const Statistics &of) {
+    Sums<kStats, A> sums = {};
 #pragma unroll
-      for (int i = 0; i < Shape::kVectors; ++i)
-        direct[i] = load_kept(a.dh + row * a.cols + part.offset(i), has_dh && row < a.rows && part.holds(i));
-    wait_copies<kStages - 1>();
-    if constexpr (kHold)
-#pragma unroll
-      for (int i = 0; i < Shape::kVectors; ++i)
-        held[0][i] = pipeline.read(kX, stage, i), held[1][i] = pipeline.read(kDy, stage, i);
-    Sums<kStats, A> sums = {};  // the row's, of g * xhat and of g
-#pragma unroll
-    for (int i = 0; i < Shape::kVectors; ++i)
+    for (int i = 0; i < kVectors; ++i)
       if (part.holds(i))
-        each(i, [&](int k, A x, A d, A g) {
-          A xhat = x * rstd;
+        each(stage, i, of.mean, [&](int k, A x, A d, A g) {
+          A xhat = x * of.rstd;
           sums.value[0] += g * xhat, columns[0][i][k] += d * xhat;
           if constexpr (N::kCentred) sums.value[1] += g;
           if constexpr (N::kBias) columns[1][i][k] += d;
         });
-    auto load_next = [&] { load_row(stage, row + kStages * part.step()); };
-    if constexpr (kHold) load_next();  // this row's reads ended with its sums
-    if constexpr (Shape::kSpan == Span::warp) sums = sum_lanes<Shape::kLanes>(sums);
-    else sums = sum_row(sums, exchange);
-
-    // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) = rstd * g + c1 * (x - mean) + c0
-    A c1 = -rstd * rstd * one_over_cols * sums.value[0], c0 = 0;
-    if constexpr (N::kCentred) c0 = -rstd * one_over_cols * sums.value[1];
+    return sums;
+  };
+  Vector<R> direct[N::kAdd && kDirect ? kVectors : 1];  // dh
+  auto load_dh = [&](int64_t row) {
+    if constexpr (N::kAdd && kDirect)
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+        direct[i] = load_kept(a.dh + row * a.cols + part.offset(i), has_dh && row < a.rows && part.holds(i));
+  };
+  // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) = rstd * g + c1 * (x - mean) + c0
+  auto write = [&](int stage, int64_t row, const Statistics &of, const Sums<kStats, A> &sums) {
+    A c1 = -of.rstd * of.rstd * one_over_cols * sums.value[0], c0 = 0;
+    if constexpr (N::kCentred) c0 = -of.rstd * one_over_cols * sums.value[1];
     if ((has_dx || (N::kAdd && N::kMixed && has_dresidual)) && row < a.rows)
 #pragma unroll
-      for (int i = 0; i < Shape::kVectors; ++i)
+      for (int i = 0; i < kVectors; ++i)
         if (part.holds(i)) {
           Widened<R> dx;
-          each(i, [&](int k, A x, A, A g) { dx[k] = g * rstd + (x * c1 + c0); });
+          each(stage, i, of.mean, [&](int k, A x, A, A g) { dx[k] = g * of.rstd + (x * c1 + c0); });
           if constexpr (N::kAdd) {
             Widened<R> dh;
             if constexpr (kDirect) dh = widen(direct[i]);
@@ -215,8 +229,46 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
             store(a.dx + at, narrow(dx));
           }
         }
-    if constexpr (!kHold) load_next();
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+  };
+
+  int stage = 0;
+  if constexpr (kAhead) {
+    // Statistics of this row, the next, and the one after it.
+    Statistics now = next, after;
+    next = load_statistics(part.base() + part.step());
+    wait_copies<kStages - 1>();
+    exchange.publish(sum_lanes<32>(sum_stage(0, now)));
+#pragma unroll 1
+    for (int64_t row = part.base(); row < a.rows; row += part.step()) {
+      const int next_stage = stage + 1 == kStages ? 0 : stage + 1;
+      after = load_statistics(row + 2 * part.step());
+      load_dh(row);
+      wait_copies<kStages - 2>();
+      if (row + part.step() < a.rows) exchange.publish(sum_lanes<32>(sum_stage(next_stage, next)));
+      write(stage, row, now, combine_sums(exchange.collect(), exchange.warps()));
+      load_row(stage, row + kStages * part.step());
+      now = next, next = after, stage = next_stage;
+    }
+  } else {
+    for (int64_t base = part.base(); base < a.rows; base += part.step()) {
+      const int64_t row = base + part.own();
+      const Statistics now = next;
+      next = load_statistics(row + part.step());
+      load_dh(row);
+      wait_copies<kStages - 1>();
+      if constexpr (kHold)
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i)
+          held[0][i] = pipeline.read(kX, stage, i), held[1][i] = pipeline.read(kDy, stage, i);
+      Sums<kStats, A> sums = sum_stage(stage, now);
+      auto load_next = [&] { load_row(stage, row + kStages * part.step()); };
+      if constexpr (kHold) load_next();  // this row's reads ended with its sums
+      if constexpr (Shape::kSpan == Span::warp) sums = sum_lanes<Shape::kLanes>(sums);
+      else sums = sum_row(sums, exchange);
+      write(stage, row, now, sums);
+      if constexpr (!kHold) load_next();
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
   }
   launch_next();
   wait_copies<0>();
@@ -224,29 +276,45 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
 }
 
 // Adds up the partial sums, (sums, kSums, cols), in a fixed order: dweight if blockIdx.y is 0, dbias if it is 1. Sum s
-// is of line s % lines. Without any, results are 0. This kernel overlaps the end of the one before (overlap.cuh).
-constexpr int kSumCols = 16, kSumRows = 32;
+// is of line s % lines. Without any, results are 0. A thread has kWidth neighbouring columns, a block kSumLanes times
+// as many and kSumRows rows at once. This kernel overlaps the end of the one before (overlap.cuh).
+constexpr int kSumLanes = 8, kSumRows = 32;
 
-template <typename T, typename A>
-__global__ void __launch_bounds__(kSumCols *kSumRows)
+template <typename T, typename A, int kWidth>
+__global__ void __launch_bounds__(kSumLanes *kSumRows)
     sum_partials_kernel(const A *partials, ParameterGradients<T> to, int64_t rows, int64_t lines, int64_t cols) {
-  __shared__ A sums[kSumRows][kSumCols];
+  struct alignas(kWidth * sizeof(A)) Columns {
+    A value[kWidth];
+  };
+  constexpr int kCols = kSumLanes * kWidth, kWarps = kSumLanes * kSumRows / 32;
+  __shared__ Columns sums[kWarps][kSumLanes];
   void *out = blockIdx.y == 0 ? to.dweight : to.dbias;
+  const int lane = threadIdx.x % kSumLanes;
   wait_for_kernel_before();
   if (!out) return;
   // `rows` of lines * gridDim.y * cols numbers
-  for (int64_t first = int64_t{blockIdx.x} * kSumCols; first < lines * cols; first += int64_t{gridDim.x} * kSumCols) {
-    int64_t at = first + threadIdx.x, line = lines == 1 ? 0 : at / cols;
+  for (int64_t first = int64_t{blockIdx.x} * kCols; first < lines * cols; first += int64_t{gridDim.x} * kCols) {
+    int64_t at = first + lane * kWidth, line = lines == 1 ? 0 : at / cols;
     const A *column = partials + line * (gridDim.y - 1) * cols + blockIdx.y * cols + at;
-    A sum = 0;
+    Columns sum = {};
     if (at < lines * cols)
 #pragma unroll 8
-      for (int64_t row = threadIdx.y; row < rows; row += kSumRows) sum += column[row * gridDim.y * lines * cols];
-    sums[threadIdx.y][threadIdx.x] = sum;
+      for (int64_t row = threadIdx.x / kSumLanes; row < rows; row += kSumRows) {
+        const Columns term = *reinterpret_cast<const Columns *>(column + row * gridDim.y * lines * cols);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) sum.value[k] += term.value[k];
+      }
+#pragma unroll
+    for (int offset = kSumLanes; offset < 32; offset *= 2)
+#pragma unroll
+      for (A &value : sum.value) value += __shfl_xor_sync(~0u, value, offset);
+    if (lane_index() < kSumLanes) sums[warp_index()][lane] = sum;
     __syncthreads();
-    if (threadIdx.y == 0 && at < lines * cols) {
-      for (int r = 1; r < kSumRows; ++r) sum += sums[r][threadIdx.x];
-      to.store(out, at, sum);
+    if (threadIdx.x < kCols && first + threadIdx.x < lines * cols) {
+      A all = 0;
+#pragma unroll
+      for (auto &of_warp : sums) all += of_warp[threadIdx.x / kWidth].value[threadIdx.x % kWidth];
+      to.store(out, first + threadIdx.x, all);
     }
     __syncthreads();
   }
@@ -330,17 +398,21 @@ Status norm_backward_shape(const char *op, NormBackwardTensors<N> a, const RowPl
 
 // The plans are those measured fastest on an H200 (docs/lab_notes.md). About 64 KB in flight for each multiprocessor
 // are best: less does not hide the latency of the memory, more makes it slower. Spilled registers cost more than all
-// else.
+// else: if kCrowded, a thread of a cluster has eight vectors and 255 registers or, with dh, two.
 template <class N>
 Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const DeviceLimits &device, int64_t *sums,
                           void *stream) {
   using R = typename N::R;
-  using LongShape = RowShape<R, 32, 4, Span::cluster>;
   constexpr bool kCrowded = N::kCentred && sizeof(R) == 2;
+  using BlockShape = RowShape<R, 32, 4, Span::block>;
+  constexpr int kLongVectors = !kCrowded ? 4 : N::kAdd ? 2 : 8;
+  constexpr int kLongThreads = kLongVectors == 8 ? 256 : 512, kLongWarps = kLongThreads / 32;
+  using LongShape = RowShape<R, 32, kLongVectors, Span::cluster>;
   constexpr int kOneVectorWarps = kCrowded ? 2 : 8;
   const NormParameters<N> &p = a.parameters;
-  constexpr int kBytes = BackwardPipeline<LongShape, N>::kBytesPerVector;
   constexpr int kShortBytes = BackwardPipeline<RowShape<R, 32, 2, Span::block>, N>::kBytesPerVector;
+  constexpr int kBlockBytes = BackwardPipeline<BlockShape, N>::kBytesPerVector;
+  constexpr int kLongBytes = BackwardPipeline<LongShape, N>::kBytesPerVector;
   int64_t vectors = a.cols / kVectorSize<R>;
   RowPlan plan;
   if (a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
@@ -351,20 +423,23 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
       plan = kCrowded && vectors > 64 && vectors <= 96
                  ? RowPlan{32, 3}  // no idle lanes
                  : first_that_holds(vectors, {{32, 1, kOneVectorWarps}, {32, 2, 16}}, kShortBytes, device);
-    if (!N::kRare && plan.lanes == 0) plan = first_that_holds(vectors, {{32, 4, 16}}, kBytes, device);
-    if (plan.lanes == 0 && sizeof(R) == 2)
-      plan =
-          first_that_holds(vectors, {{32, 4, 16, 2}, {32, 4, 16, 4}, {32, 4, 16, 8}, {32, 4, 16, 16}}, kBytes, device);
+    if (!N::kRare && plan.lanes == 0) plan = first_that_holds(vectors, {{32, 4, 16}}, kBlockBytes, device);
+    if (plan.lanes == 0 && sizeof(R) > 2)  // blocks of half as many threads, two on a multiprocessor
+      plan = first_that_holds(vectors, {{32, kLongVectors, 8, 2}, {32, kLongVectors, 8, 4}, {32, kLongVectors, 8, 8}},
+                              kLongBytes, device);
     if (plan.lanes == 0)
-      plan = first_that_holds(
-          vectors, {{32, 4, 8, 2}, {32, 4, 8, 4}, {32, 4, 8, 8}, {32, 4, 16, 8}, {32, 4, 8, 16}, {32, 4, 16, 16}},
-          kBytes, device);
+      plan = first_that_holds(vectors,
+                              {{32, kLongVectors, kLongWarps, 2},
+                               {32, kLongVectors, kLongWarps, 4},
+                               {32, kLongVectors, kLongWarps, 8},
+                               {32, kLongVectors, kLongWarps, 16}},
+                              kLongBytes, device);
   }
   if (plan.lanes == 0) return norm_backward_any(op, a, *sums, stream);
   auto run = [&](auto shape, auto threads) {
     return norm_backward_shape<decltype(shape), decltype(threads)>(op, a, plan, device, sums, stream);
   };
-  if (plan.cluster > 1) return run(LongShape(), Threads<512, 512>());
+  if (plan.cluster > 1) return run(LongShape(), Threads<kLongThreads, kLongThreads>());
   if constexpr (N::kRare) {
     return run(RowShape<R, 32, 2, Span::block>(), Threads<512, 512>());
   } else {
@@ -376,7 +451,7 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
           plan, [&](auto shape) { return run(shape, Threads<256, 1024>()); });
     if (plan.vectors == 1) return run(RowShape<R, 32, 1, Span::block>(), Threads<512, 1024>());
     if (plan.vectors == 2) return run(RowShape<R, 32, 2, Span::block>(), Threads<512, 512>());
-    return run(RowShape<R, 32, 4, Span::block>(), Threads<512, 512>());
+    return run(BlockShape(), Threads<512, 512>());
   }
 }
 
@@ -384,12 +459,20 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
 template <class N>
 Status sum_partials(const char *op, const NormBackwardTensors<N> &a, int64_t sums, void *stream) {
   using T = typename N::T;
+  using A = typename N::A;
   const int64_t lines = a.parameters.lines;
-  LaunchShape shape;
-  shape.grid = {grid_size(ceil_div(lines * a.cols, kSumCols)), N::kSums}, shape.block = {kSumCols, kSumRows};
-  shape.overlap = sums > 0;  // else no kernel of this call is before it
-  return launch_kernel(op, sum_partials_kernel<T, typename N::A>, shape, stream, a.partials, a.gradients, sums / lines,
-                       lines, a.cols);
+  auto run = [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    LaunchShape shape;
+    shape.grid = {grid_size(ceil_div(lines * a.cols, kSumLanes * kWidth)), N::kSums};
+    shape.block = kSumLanes * kSumRows;
+    shape.overlap = sums > 0;  // else no kernel of this call is before it
+    return launch_kernel(op, sum_partials_kernel<T, A, kWidth>, shape, stream, a.partials, a.gradients, sums / lines,
+                         lines, a.cols);
+  };
+  constexpr int kMost = kVectorSize<A>;
+  if (a.cols % kMost == 0 && aligned(a.partials)) return run(std::integral_constant<int, kMost>());
+  return run(std::integral_constant<int, 1>());
 }
 
 // The kernel of few rows runs a call that fits it. *done: whether it did.

@@ -149,7 +149,6 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
 // Persistent clusters: weight and bias, each as long as a row, stay in shared memory. The moments of the next row are
 // published before this row is written, so that the exchange between the blocks overlaps with the stores. With kAdd the
 // pipeline has rows of x and residual, which leave no room for weight and bias.
-constexpr int kLongStages = 3;
 template <class Shape, class N>
 using LongPipeline = std::conditional_t<
     N::kAdd, SmemPipeline<Shape, kLongStages, 0, false, typename N::X, typename N::R>,
@@ -307,7 +306,7 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   constexpr bool kPairs = !N::kCentred && (kFloat || (N::kPlain && !N::kAdd));
   constexpr bool kLongShares = N::kCentred && !N::kAdd && kFloat;
   constexpr bool kWhole = kFloat && !N::kAdd;
-  constexpr int kMostSplit = N::kAdd && !N::kCentred ? 4 : 2;
+  constexpr int kMostSplit = N::kCentred ? 2 : N::kAdd ? 4 : 8;
   using LongShape = RowShape<R, 32, kMost, Span::cluster>;
   const NormParameters<N> &p = a.parameters;
   constexpr int kBytes = LongPipeline<LongShape, N>::kBytesPerVector;
@@ -327,7 +326,9 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
       plan = first_that_holds(vectors, {{32, kVectors, kLongShares ? 8 : 16}, {32, kMost, 16}}, 0, device);
     if constexpr (kSplit)
       if (plan.lanes == 0) {
-        plan = first_that_holds(vectors, {{32, kMost, 16, 2}, {32, kMost, 16, kMostSplit}}, 0, device);
+        plan = first_that_holds(
+            vectors, {{32, kMost, 16, 2}, {32, kMost, 16, std::min(4, kMostSplit)}, {32, kMost, 16, kMostSplit}}, 0,
+            device);
         if (plan.lanes > 0) return norm_short<RowShape<R, 32, kMost, Span::cluster>>(op, a, plan, stream);
       }
     if (plan.lanes == 0 && p.lines == 1)
