@@ -147,6 +147,8 @@ __global__ void __launch_bounds__(kAxisCols *kAxisRows)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
+constexpr int kLongCluster = 16;  // blocks; more than each device with clusters grants
+
 // No ClusterRow for float64: blocks of a cluster exchange at most 16 bytes, too few for Exponentials<double>.
 template <typename T>
 constexpr auto softmax_shapes() {
@@ -157,7 +159,7 @@ constexpr auto softmax_shapes() {
   else if constexpr (sizeof(T) == 4)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
                              WarpRow<T, 32, 4>, WarpRow<T, 32, 6>, BlockRow<T, 8>, BlockRow<T, 8, 1024>,
-                             ClusterRow<T, 8, 256>, ClusterRow<T, 16, 256, 512>>();
+                             ClusterRow<T, 8, 256, 1024, kLongCluster>>();
   else
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
                              WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
@@ -168,37 +170,53 @@ constexpr auto softmax_backward_shapes() {
   if constexpr (sizeof(T) < 8)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
                              WarpRow<T, 32, 3>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4, 256>,
-                             ClusterRow<T, 4>, ClusterRow<T, 8, 512, 512>>();
+                             ClusterRow<T, 4, 512, 1024, kLongCluster>>();
   else
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
                              WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
+// Whether the device holds a cluster of the plan's size.
+template <auto kernel>
+Status holds_cluster(const char *op, const RegisterRowPlan &plan, bool *holds) {
+  int64_t at_once = 1;
+  if (plan.cluster > kMaxCluster) AOT_TRY(clusters_at_once<kernel>(op, 32 * plan.warps, plan.cluster, 0, &at_once));
+  *holds = at_once > 0;
+  return kOk;
+}
+
 template <typename T>
 Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLimits &device, void *stream) {
-  auto launch = [&](auto shape, RegisterRowPlan plan) {
+  auto any = [&] { return launch_rows(Softmax::name, softmax_any_kernel<T>, rows, cols, stream, x, y, rows, cols); };
+  auto launch = [&](auto shape, RegisterRowPlan plan) -> Status {
     using Shape = decltype(shape);
+    constexpr auto kernel = softmax_kernel<Shape>;
+    bool holds;
+    AOT_TRY(holds_cluster<kernel>(Softmax::name, plan, &holds));
+    if (!holds) return any();
     plan.overlap = kOverlaps<Shape, false>;
-    return launch_register_rows<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
+    return launch_register_rows<Shape>(Softmax::name, plan, rows, kernel, stream, x, y, rows, cols);
   };
-  return dispatch_register_rows(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, [&] {
-    return launch_rows(Softmax::name, softmax_any_kernel<T>, rows, cols, stream, x, y, rows, cols);
-  });
+  return dispatch_register_rows(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, any);
 }
 
 template <typename T>
 Status softmax_backward_rows(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols, const DeviceLimits &device,
                              void *stream) {
-  auto launch = [&](auto shape, RegisterRowPlan plan) {
-    using Shape = decltype(shape);
-    plan.overlap = kOverlaps<Shape, true>;
-    return launch_register_rows<Shape>(SoftmaxBackward::name, plan, rows, softmax_backward_kernel<Shape>, stream, dy, y,
-                                       dx, rows, cols);
-  };
-  return dispatch_register_rows(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, [&] {
+  auto any = [&] {
     return launch_rows(SoftmaxBackward::name, softmax_backward_any_kernel<T>, rows, cols, stream, dy, y, dx, rows,
                        cols);
-  });
+  };
+  auto launch = [&](auto shape, RegisterRowPlan plan) -> Status {
+    using Shape = decltype(shape);
+    constexpr auto kernel = softmax_backward_kernel<Shape>;
+    bool holds;
+    AOT_TRY(holds_cluster<kernel>(SoftmaxBackward::name, plan, &holds));
+    if (!holds) return any();
+    plan.overlap = kOverlaps<Shape, true>;
+    return launch_register_rows<Shape>(SoftmaxBackward::name, plan, rows, kernel, stream, dy, y, dx, rows, cols);
+  };
+  return dispatch_register_rows(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, any);
 }
 
 LaunchShape axis_launch(const Softmax::Axes &a) {
