@@ -47,7 +47,14 @@ enum ComputeType { kCompute32 = 68, kCompute64 = 70, kComputeTf32 = 77 };
 enum Reductions : uint32_t { kReduceInPlace = 1, kReduceInComputeType = 2 };
 enum AlgorithmAttribute { kTile = 1, kSplits = 2 };
 constexpr int32_t kStreamK = -1;  // kSplits of an algorithm whose blocks have equal shares of all terms
-enum Tile { kTile64x64 = 15, kTile128x256 = 23, kTile256x128 = 24 };
+enum Tile {
+  kTile64x64 = 15,
+  kTile64x128 = 17,
+  kTile128x64 = 18,
+  kTile128x128 = 20,
+  kTile128x256 = 23,
+  kTile256x128 = 24,
+};
 
 struct Library {
   int (*create)(Object *handle);
@@ -234,21 +241,29 @@ struct CublasLtCall {
   //   that shares the terms evenly (stream-K): it took 0.84 to 1.00 of its time on an H200, and elsewhere 0.99 to 1.04.
   // - In a product of 33 to 128 rows tiles of 64 x 64 that fill the device once, if there are such among its first
   //   eight, took 0.91 of the time of its first on an H200, and never more than 1.01.
+  // - In a product of more rows on 9.0, b transposed, whose first has whole sums and one or two blocks of 64 x 128 for
+  //   each multiprocessor: tiles of 128 x 128 with as many splits as give it nearly two, if there are such among its
+  //   first five. They took 0.81 to 0.97 of the time on an H200, later ones 1.05.
   // - Elsewhere parts of the sums may be added in place, unless the best one that does without has large tiles: such
   //   took 0.96 to 1.02 of the time of those that add in place, with smaller ones 1.04 to 1.16. Counters keep the order
   //   of the additions, so that a call has the same bits each time.
   CachedAlgorithm find_algorithm(Object handle, const DeviceLimits &limits) {
     const bool wide = gemm.dtype == DType::float32 && gemm.c_dtype == DType::float32 && !gemm.allow_tf32;
-    const bool few = wide && gemm.count == 1 && gemm.m > 32 && gemm.m <= 128 && !gemm.a.transposed && gemm.b.transposed;
+    const bool chooses = wide && gemm.count == 1 && gemm.m > 32 && !gemm.a.transposed && gemm.b.transposed;
+    const bool few = chooses && gemm.m <= 128, many = chooses && !few && limits.major == 9;
     Heuristic all[8] = {};
-    const int found = ask(handle, kReduceInComputeType, few ? 8 : 1, all);
+    const int found = ask(handle, kReduceInComputeType, few || many ? 8 : 1, all);
     const bool tf32 = gemm.dtype == DType::float32 && gemm.allow_tf32 && gemm.count == 1 && limits.major == 9;
     if (tf32 && !gemm.a.transposed && gemm.b.transposed && found && of(all[0].algorithm, kSplits) != kStreamK) {
       Heuristic less = {};
       if (ask(handle, kReduceInComputeType, 1, &less, 8 << 20)) return {less.algorithm, true};
     }
+    const int64_t once = limits.multiprocessors;
     for (int i = 0; few && i < found; ++i)
-      if (fills_once(all[i].algorithm, limits.multiprocessors)) return {all[i].algorithm, true};
+      if (fills(all[i].algorithm, kTile64x64, 0.85, once)) return {all[i].algorithm, true};
+    if (many && found && is_narrow(all[0].algorithm, 2 * once))
+      for (int i = 1; i < std::min(found, 5); ++i)
+        if (fills(all[i].algorithm, kTile128x128, 0.75, 2 * once)) return {all[i].algorithm, true};
     if (wide && !(found && has_large_tiles(all[0].algorithm))) {
       Heuristic in_place = {};
       if (ask(handle, kReduceInComputeType | kReduceInPlace, 1, &in_place)) return {in_place.algorithm, true};
@@ -295,10 +310,22 @@ struct CublasLtCall {
     const int32_t tile = of(algorithm, kTile);
     return tile == kTile128x256 || tile == kTile256x128;
   }
-  // Whether there is a block, or nearly one, for each multiprocessor.
-  bool fills_once(const Algorithm &algorithm, int multiprocessors) const {
-    const int64_t blocks = ceil_div(gemm.m, 64) * ceil_div(gemm.n, 64) * of(algorithm, kSplits);
-    return of(algorithm, kTile) == kTile64x64 && blocks <= multiprocessors && 20 * blocks >= 17 * multiprocessors;
+  // Blocks of tiles of rows x columns, of which those of a column-major matrix are gemm.n x gemm.m.
+  int64_t blocks(const Algorithm &algorithm, int rows, int columns) const {
+    return ceil_div(gemm.n, rows) * ceil_div(gemm.m, columns) * of(algorithm, kSplits);
+  }
+  // Whether the blocks of square tiles are at least this share of `most`, and no more than that.
+  bool fills(const Algorithm &algorithm, Tile tile, double share, int64_t most) const {
+    const int size = tile == kTile64x64 ? 64 : 128;
+    const int64_t n = blocks(algorithm, size, size);
+    return of(algorithm, kTile) == tile && n <= most && n >= share * most;
+  }
+  // Whether all sums are whole, in at most so many blocks of 64 x 128.
+  bool is_narrow(const Algorithm &algorithm, int64_t most) const {
+    const int32_t tile = of(algorithm, kTile);
+    if (of(algorithm, kSplits) != 1) return false;
+    return (tile == kTile64x128 && blocks(algorithm, 64, 128) <= most) ||
+           (tile == kTile128x64 && blocks(algorithm, 128, 64) <= most);
   }
 
   template <typename T>
