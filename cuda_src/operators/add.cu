@@ -9,8 +9,7 @@ inline namespace AOT_ISA {
 
 template <typename T, bool kFew>
 __global__ void __launch_bounds__(kMapBlock) add_kernel(const T *a, const T *b, T *y, int64_t n) {
-  begin_map<kFew>();
-  map<T, 1>([](auto a, auto b) { return a + b; }, n, {y}, {a, b});
+  map<T, 1, false, kFew>([](auto a, auto b) { return a + b; }, n, {y}, {a, b});
 }
 
 template <typename T>

@@ -16,33 +16,30 @@ constexpr int kGeluVectors = kTanh || kFew ? 1 : 2;
 
 template <typename T, bool kTanh, bool kFew>
 __global__ void __launch_bounds__(kMapBlock) gelu_kernel(const T *x, T *y, int64_t n) {
-  begin_map<kFew>();
-  map<T, kGeluVectors<kTanh, kFew>>([](auto x) { return gelu<T, kTanh>(x); }, n, {y}, {x});
+  map<T, kGeluVectors<kTanh, kFew>, false, kFew>([](auto x) { return gelu<T, kTanh>(x); }, n, {y}, {x});
 }
 
-template <typename T, bool kTanh>
+template <typename T, bool kTanh, bool kFew>
 __global__ void __launch_bounds__(kMapBlock) gelu_backward_kernel(const T *dy, const T *x, T *dx, int64_t n) {
-  map<T, 1>([](auto dy, auto x) { return dy * gelu_slope<T, kTanh>(x); }, n, {dx}, {dy, x});
+  map<T, 1, false, kFew>([](auto dy, auto x) { return dy * gelu_slope<T, kTanh>(x); }, n, {dx}, {dy, x});
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers
+
+template <typename T, bool kTanh>
+Status run_gelu(const T *x, T *y, int64_t n, void *stream) {
+  const bool is_few = kHasFew<T> && overlaps(map_grid<T, 1>(n));
+  auto *kernel = is_few ? gelu_kernel<T, kTanh, kHasFew<T>> : gelu_kernel<T, kTanh, false>;
+  const unsigned grid = is_few ? map_grid<T, kGeluVectors<kTanh, true>>(n) : map_grid<T, kGeluVectors<kTanh, false>>(n);
+  return launch_kernel(Gelu::name, kernel, {grid, kMapBlock, 0, 1, is_few}, stream, x, y, n);
+}
 
 Status gelu_cuda(const Gelu &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &x = in[0], &y = out[0];
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const int64_t n = x.size();
-    auto launch = [&](auto tanh, auto is_few) {
-      constexpr bool kTanh = tanh.value, kFew = is_few.value;
-      const LaunchShape shape = {map_grid<T, kGeluVectors<kTanh, kFew>>(n), kMapBlock, 0, 1, kFew};
-      return launch_kernel(Gelu::name, gelu_kernel<T, kTanh, kFew>, shape, stream, x.as<const T>(), y.as<T>(), n);
-    };
-    constexpr std::true_type kYes;
-    constexpr std::false_type kNo;
-    if (op.tanh()) return launch(kYes, kNo);
-    if constexpr (kHasFew<T>)
-      if (overlaps(map_grid<T, 1>(n))) return launch(kNo, kYes);
-    return launch(kNo, kNo);
+    auto *run = op.tanh() ? run_gelu<T, true> : run_gelu<T, false>;
+    return run(x.as<const T>(), y.as<T>(), x.size(), stream);
   });
 }
 
@@ -50,10 +47,13 @@ Status gelu_backward_cuda(const GeluBackward &op, const Tensor *in, const Tensor
   const Tensor &dy = in[0], &x = in[1], &dx = out[0];
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    auto kernel = op.tanh() ? gelu_backward_kernel<T, true> : gelu_backward_kernel<T, false>;
-    kernel<<<map_grid<T, 1>(x.size()), kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-        dy.as<const T>(), x.as<const T>(), dx.as<T>(), x.size());
-    return check_launch(GeluBackward::name);
+    auto launch = [&](auto tanh) {
+      constexpr bool kTanh = tanh.value;
+      return launch_map<T>(GeluBackward::name, gelu_backward_kernel<T, kTanh, kHasFew<T>>,
+                           gelu_backward_kernel<T, kTanh, false>, map_grid<T, 1>(x.size()), stream, dy.as<const T>(),
+                           x.as<const T>(), dx.as<T>(), x.size());
+    };
+    return op.tanh() ? launch(std::true_type()) : launch(std::false_type());
   });
 }
 

@@ -11,8 +11,7 @@ namespace {
 
 template <typename T, bool kFew>
 __global__ void __launch_bounds__(kMapBlock) swiglu_kernel(const T *gate, const T *up, T *y, int64_t n) {
-  begin_map<kFew>();
-  map<T, 1>([](auto gate, auto up) { return gate * sigmoid<T>(gate) * up; }, n, {y}, {gate, up});
+  map<T, 1, false, kFew>([](auto gate, auto up) { return gate * sigmoid<T>(gate) * up; }, n, {y}, {gate, up});
 }
 
 template <typename T, typename A>
@@ -24,9 +23,8 @@ __device__ inline Elements<A, 2> swiglu_gradient(A dy, A gate, A up) {
 template <typename T, bool kFew>
 __global__ void __launch_bounds__(kMapBlock)
     swiglu_backward_kernel(const T *dy, const T *gate, const T *up, T *dgate, T *dup, int64_t n) {
-  begin_map<kFew>();
-  map<T, 1, true>([](auto dy, auto gate, auto up) { return swiglu_gradient<T>(dy, gate, up); }, n, {dgate, dup},
-                  {dy, gate, up});
+  map<T, 1, true, kFew>([](auto dy, auto gate, auto up) { return swiglu_gradient<T>(dy, gate, up); }, n, {dgate, dup},
+                        {dy, gate, up});
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers
