@@ -2,6 +2,7 @@
 
 #include "paged_attention_float.cuh"
 #include "paged_attention_mma.cuh"
+#include "paged_attention_tma.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -28,6 +29,10 @@ Status run_chunks(const char *op, PagedInputs<T> x, T *y, bool *combined, void *
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
   if constexpr (sizeof(T) == 2) {
+    if (limits.major == 9 && paged_tma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums, y)) {
+      AOT_TRY(run_paged_tma(op, x, y, combined, stream));
+      if (*combined) return kOk;
+    }
     if (paged_mma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums) && limits.major >= 8) {
       if (alone) x.y = y, *combined = true;
       const int64_t blocks = bounded_product(bounded_product(x.z.batch, x.z.kv_heads), x.z.chunks);

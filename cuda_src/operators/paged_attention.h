@@ -50,6 +50,8 @@ struct PagedSizes {
   // Whether tensor cores' kernel takes the head_dims, and one product has all rows of a head.
   AOT_PAGED_BOTH bool has_pieces() const { return dim <= 256 && v_dim <= 256 && dim % 8 == 0 && v_dim % 8 == 0; }
   AOT_PAGED_BOTH bool has_few_rows() const { return rows() <= 16; }
+  // Whether the kernels for compute capability 9.0 take the head_dims and rows, in 16 bits.
+  bool has_columns() const { return dim == v_dim && (dim == 64 || dim == 128) && rows() > 0 && rows() <= 8; }
 
   // The keys that a query sees, of an example with `length` keys.
   AOT_PAGED_BOTH KeyRange seen(int64_t query, int64_t length) const {
@@ -102,12 +104,29 @@ inline bool one_chunk_pays(const PagedSizes &z, int64_t heads, int64_t keys) {
          bounded_product(keys, z.dim + z.v_dim) <= kMostBytes / 2;
 }
 
+// Those kernels: whether a block has all keys of an example's head, and no other kernel combines results. Where it
+// need not, a block takes up to 12 us, or an eighth of what all take. Else each of so many blocks has an equal piece of
+// the keys that a head has in all examples, and at most two partial results.
+constexpr int64_t kPagedPieces = 264;  // two blocks on each multiprocessor of an H200
+inline int64_t seen_keys(const PagedSizes &z) { return std::min(z.max_keys(), z.window + z.queries); }
+inline bool whole_pays(const PagedSizes &z) {
+  constexpr int64_t kFewest = 96, kMany = 8 * kPagedPieces, kMostBytes = 512 << 10;
+  const int64_t heads = bounded_product(z.batch, z.kv_heads), keys = seen_keys(z);
+  return keys <= z.kFewestKeys || heads >= kMany || (heads >= kFewest && keys * z.dim * 4 <= kMostBytes);
+}
+inline int64_t pieces_in_waves(const PagedSizes &z) {
+  int64_t waves = 1;
+  while (waves < 8 && kPagedPieces * waves % z.kv_heads * 10 > kPagedPieces * waves) ++waves;
+  return std::max<int64_t>(kPagedPieces * waves / z.kv_heads, 1);
+}
+inline int64_t piece_results(const PagedSizes &z) { return 2 * pieces_in_waves(z) * z.kv_heads * z.rows(); }
+
 // Blocks of threads have at most 64 rows of a head.
 inline void choose_chunks(PagedSizes &z, DType dtype) {
   constexpr int64_t kTasks = 64;  // on a CPU
   const int64_t tiles = bounded_product(bounded_product(z.batch, z.kv_heads), (z.rows() + 63) / 64);
-  const int64_t heads = std::max<int64_t>(tiles, 1), seen = std::min(z.max_keys(), z.window + z.queries);
-  const int64_t keys = std::max<int64_t>(seen, 1), most = (keys + z.kFewestKeys - 1) / z.kFewestKeys;
+  const int64_t heads = std::max<int64_t>(tiles, 1);
+  const int64_t keys = std::max<int64_t>(seen_keys(z), 1), most = (keys + z.kFewestKeys - 1) / z.kFewestKeys;
   z.chunks = std::min(kIsCuda ? chunks_in_waves(heads, keys) : (kTasks + heads - 1) / heads, most);
   if (kIsCuda && is_16_bits(dtype) && one_chunk_pays(z, heads, keys)) z.chunks = 1;
 }
@@ -146,7 +165,7 @@ struct PagedAttention {
     AOT_TRY(check_size(name, "the result", out[kY]));
     out[kWork] = Spec::vector(accumulate_dtype(q.dtype), kUnknownDim);
     if (q.known() && k.known() && v.known() && (!in[kTable] || in[kTable].known()))
-      out[kWork].shape[0] = partial_results(sizes(q, k, v, in[kTable]));
+      out[kWork].shape[0] = partial_results(sizes(q, k, v, in[kTable]), q.dtype);
     return kOk;
   }
 
@@ -167,8 +186,10 @@ struct PagedAttention {
 
  private:
   // Elements: for each row of each chunk, the largest score, the sum of exponentials, and their sum of values.
-  static int64_t partial_results(const PagedSizes &z) {
-    return bounded_product(bounded_product(z.chunks, z.all_rows()), z.v_dim + 2);
+  static int64_t partial_results(const PagedSizes &z, DType dtype) {
+    int64_t rows = bounded_product(z.chunks, z.all_rows());
+    if (kIsCuda && is_16_bits(dtype) && z.has_columns() && !whole_pays(z)) rows = std::max(rows, piece_results(z));
+    return bounded_product(rows, z.v_dim + 2);
   }
 
   Status check_attributes() const {

@@ -175,7 +175,8 @@ def test_one_chunk_is_one_kernel(queries, group, dtype):
         pytest.skip("the profiler finds nothing")
     names = [event.name for event in profile.events() if "paged_attention" in event.name]
     assert len(names) == 1, names
-    assert ("paged_attention_float_kernel" if dtype == torch.float32 else "paged_attention_mma_kernel") in names[0]
+    by_tma = queries * group <= 8 and torch.cuda.get_device_capability()[0] == 9
+    assert f"paged_attention_{'float' if dtype == torch.float32 else 'tma' if by_tma else 'mma'}_kernel" in names[0]
     assert_right(y, q, k, v, lengths, slice(3))
     assert (y[2] == 0).all()
     assert y[3].isnan().all()
@@ -190,7 +191,7 @@ def test_many_heads_of_few_keys_are_one_kernel(dtype):
     q = _heads(48, 1, 4, 64, device="cuda", dtype=dtype)
     k, v = (_heads(48, 1000, 2, 64, seed=i, device="cuda", dtype=dtype) for i in (1, 2))
     lengths = torch.arange(0, 1001, 21, device="cuda")[:48]
-    k_cache, v_cache, table = _paged(k, v, 16)
+    k_cache, v_cache, table = _paged(k, v, 32)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         y = ours.paged_attention(q, k_cache, v_cache, lengths, table)
         torch.cuda.synchronize()
@@ -200,3 +201,50 @@ def test_many_heads_of_few_keys_are_one_kernel(dtype):
     assert len(names) == 1, names
     assert_right(y, q, k, v, lengths)
     assert torch.equal(y, ours.paged_attention(q, k, v, lengths))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("queries", "group", "dim"), [(1, 4, 128), (1, 8, 128), (2, 4, 64), (1, 1, 64)])
+@pytest.mark.parametrize("block_size", [None, 16, 64, 256])
+def test_equal_pieces_of_ragged_keys(block_size, queries, group, dim, dtype):
+    """Examples that a block has whole, that many share, and that have no key or one, in one call."""
+    lengths = torch.tensor([2048, 0, 1, 700, 64, 2, 1999, 1024, 3, 1536], device="cuda")
+    batch, keys = len(lengths), 2048
+    q = _heads(batch, queries, 4 * group, dim, device="cuda", dtype=dtype)
+    k, v = (_heads(batch, keys, 4, dim, seed=i, device="cuda", dtype=dtype) for i in (1, 2))
+    unseen = torch.arange(keys, device="cuda") >= lengths[:, None]
+    dense = [x.masked_fill(unseen[:, :, None, None], 0) for x in (k, v)]
+    k, v = (x.masked_fill(unseen[:, :, None, None], float("nan")) for x in (k, v))
+    table = ()
+    if block_size:
+        k, v, table = _paged(k, v, block_size)
+        table[torch.arange(table.shape[1], device="cuda") >= (lengths[:, None] + block_size - 1) // block_size] = 10**9
+        table = (table,)
+    y = ours.paged_attention(q, k, v, lengths, *table)
+    assert torch.equal(y, ours.paged_attention(q, k, v, lengths.int(), *(t.long() for t in table)))
+    assert_right(y, q, *dense, lengths)
+    q, long = q[:1].contiguous(), torch.tensor([batch * keys], device="cuda")
+    k, v = (x.reshape(1, batch * keys, 4, dim) for x in dense)
+    assert_right(ours.paged_attention(q, k, v, long), q, k, v, long)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("batch", [1, 33, 100])
+def test_a_graph_with_other_lengths(batch, dim):
+    """The lengths and the table of a recorded call may change: the pieces are found on the GPU."""
+    q = _heads(batch, 1, 8, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (_heads(batch, 1200, 2, dim, seed=i, device="cuda", dtype=torch.bfloat16) for i in (1, 2))
+    lengths = torch.full((batch,), 1200, device="cuda")
+    ours.paged_attention(q, k, v, lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ours.paged_attention(q, k, v, lengths)
+    for seed in range(3):
+        lengths.copy_(torch.randint(0, 1201, (batch,), generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(y, ours.paged_attention(q, k, v, lengths))
+        assert_right(y, q, k, v, lengths)
