@@ -104,22 +104,25 @@ inline bool one_chunk_pays(const PagedSizes &z, int64_t heads, int64_t keys) {
          bounded_product(keys, z.dim + z.v_dim) <= kMostBytes / 2;
 }
 
-// Those kernels: whether a block has all keys of an example's head, and no other kernel combines results. Where it
-// need not, a block takes up to 12 us, or an eighth of what all take. Else each of so many blocks has an equal piece of
-// the keys that a head has in all examples, and at most two partial results.
-constexpr int64_t kPagedPieces = 264;  // two blocks on each multiprocessor of an H200
 inline int64_t seen_keys(const PagedSizes &z) { return std::min(z.max_keys(), z.window + z.queries); }
+
+// The kernels for compute capability 9.0: whether a block has all keys of an example's head, and nothing is combined.
+// Where it need not, a block takes up to 12 us, or an eighth of what all take. Else each of so many blocks of a head
+// has an equal piece of the keys of all examples, and at most two partial results.
+constexpr int64_t kPagedPieces = 264;  // blocks: two on each multiprocessor of an H200
+constexpr int64_t kPagedWaves = 4;     // of blocks, for so many examples of one length
 inline bool whole_pays(const PagedSizes &z) {
   constexpr int64_t kFewest = 96, kMany = 8 * kPagedPieces, kMostBytes = 512 << 10;
   const int64_t heads = bounded_product(z.batch, z.kv_heads), keys = seen_keys(z);
   return keys <= z.kFewestKeys || heads >= kMany || (heads >= kFewest && keys * z.dim * 4 <= kMostBytes);
 }
-inline int64_t pieces_in_waves(const PagedSizes &z) {
-  int64_t waves = 1;
+inline int64_t pieces_of_heads(const PagedSizes &z) {
+  int64_t waves = 1;  // so many that no more than a tenth of the places is empty
   while (waves < 8 && kPagedPieces * waves % z.kv_heads * 10 > kPagedPieces * waves) ++waves;
-  return std::max<int64_t>(kPagedPieces * waves / z.kv_heads, 1);
+  const int64_t most = bounded_product(z.batch, (seen_keys(z) + z.kFewestKeys - 1) / z.kFewestKeys);
+  return std::max<int64_t>(std::min(kPagedPieces * waves / z.kv_heads, most), 1);
 }
-inline int64_t piece_results(const PagedSizes &z) { return 2 * pieces_in_waves(z) * z.kv_heads * z.rows(); }
+inline int64_t piece_results(const PagedSizes &z) { return 2 * pieces_of_heads(z) * z.kv_heads * z.rows(); }
 
 // Blocks of threads have at most 64 rows of a head.
 inline void choose_chunks(PagedSizes &z, DType dtype) {

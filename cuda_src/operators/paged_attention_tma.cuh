@@ -2,9 +2,8 @@
 //
 // Keys are the rows of products, and the rows of a head of k their 8 columns: a tile of keys takes half of the
 // products, exponentials and registers that it takes as columns of 16 rows. Each warp of a block loads tiles of its
-// own, by two instructions each, into stages that no other warp reads. An H200 reads 4.4 TB/s so, and 128 KiB in flight
-// on each multiprocessor make a latency of 4 us, for which a block would wait for a table or for q: these are brought
-// to L2 ahead.
+// own, by two instructions each, into stages that no other warp reads, and goes on with the next example's while it
+// combines the results of one. With three stages keys in blocks of 16 are slower.
 #pragma once
 #include "cuda/mma.cuh"
 #include "cuda/tma.cuh"
@@ -55,12 +54,19 @@ class PagedList {
 
   __device__ PagedList(const Integers &lengths, const PagedSizes &z)
       : lengths_(lengths), z_(z), own_(count(lane_index())) {
-    int sum = own_;
-    for (int b = lane_index() + 32; b < z.batch; b += 32) sum += count(b);
+    int sum = own_, most = own_;
+    for (int b = lane_index() + 32; b < z.batch; b += 32) {
+      const int n = count(b);
+      sum += n, most = max(most, n);
+    }
     total = sum_lanes<32>(sum);
     constexpr int kFewest = static_cast<int>(PagedSizes::kFewestKeys) / kStep;
     pieces = static_cast<int>(z.chunks);
     if (total < pieces * kFewest) pieces = total < kFewest ? 1 : total / kFewest;
+    // Examples of one length are pieces themselves, of which none is combined.
+    most = __reduce_max_sync(~0u, most);
+    if (z.batch > pieces && z.batch <= kPagedWaves * z.chunks && total == z.batch * most)
+      pieces = static_cast<int>(z.batch);
     each_ = total / pieces, more_ = total % pieces;
   }
 
@@ -117,18 +123,10 @@ __device__ inline uint64_t evict_first() {
 #endif
   return policy;
 }
-__device__ inline void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// Brings the entries of a line of a table to L2, if the example has entry i.
-__device__ inline void prefetch_table(const Integers &table, const PagedSizes &z, int64_t b, int64_t i) {
-  if (i < z.max_blocks) prefetch(static_cast<const char *>(table.data) + (b * z.max_blocks + i) * (table.wide ? 8 : 4));
-}
-
 // k and v as (blocks, kv_heads * dim / 64, block_size, 64).
 struct PagedMaps {
   CUtensorMap k, v;
 };
-
-constexpr int kTableAhead = 32;  // entries that are brought to L2 ahead: a line of int32
 
 // The tiles of a warp, which are loaded some ahead of what it multiplies.
 template <typename T, class Shape>
@@ -200,7 +198,6 @@ class PagedTiles {
     if (!x_.z.table) return;
     const int size = static_cast<int>(x_.z.block_size), of = key_ / size;
     block_ = x_.table[b_ * x_.z.max_blocks + of], at_ -= of * size;
-    prefetch_table(x_.table, x_.z, b_, of + kTableAhead);
   }
 
   const PagedInputs<T> &x_;
@@ -416,18 +413,6 @@ __device__ inline void store_columns(const PagedInputs<T> &x, const PagedColumns
   }
 }
 
-// Brings to L2 what a block reads first of an example: its rows of q, and where its table begins.
-template <typename T, class Shape>
-__device__ inline void prefetch_example(const PagedInputs<T> &x, int b, int head) {
-  constexpr int kLines = Shape::kDim / 64;  // of a row, of 128 bytes
-  const PagedSizes &z = x.z;
-  const int i = static_cast<int>(threadIdx.x);
-  if (b >= z.batch) return;
-  if (i < z.rows() * kLines) prefetch(x.q + z.row_of(b, head, i / kLines) * Shape::kDim + i % kLines * 64);
-  if (z.table && i < kTableAhead / 16)
-    prefetch_table(x.table, z, b, z.seen(0, x.length(b)).begin / z.block_size + 16 * i);
-}
-
 // y of an example without keys.
 template <typename T, class Shape>
 __device__ inline void store_empty(const PagedInputs<T> &x, int b, int head) {
@@ -468,7 +453,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   int b = piece, first = 0, left;  // first: a step of example b
   if constexpr (kWhole) {
     const bool early = z.window >= z.max_keys();
-    if (early) load_first(b, PagedSteps({0, z.max_keys()}, kStep), 0, INT32_MAX);
+    const PagedSteps all({0, z.max_keys()}, kStep);
+    if (early) load_first(b, all, 0, all.count);
     const PagedSteps e = paged_steps<kStep>(x.lengths, z, b);
     left = e.count;
     if (early) tiles.limit(e.end);
@@ -498,7 +484,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (count == 0) continue;
     left -= count;
     PagedColumns<T, Shape> rows(x, b, head, e, e.end);
-    if (left > 0) prefetch_example<T, Shape>(x, b + 1, head);
     bool missed = false;
     const int end = min(e.end, e.first + (first + count) * kStep);
 #pragma unroll 1
@@ -609,12 +594,15 @@ __global__ void __launch_bounds__(32 * kPartsWarps) paged_attention_parts_kernel
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-// Whether the kernels take a call whose tensors are aligned. A tile has keys of one block.
+// Whether the kernels take a call whose tensors are aligned. A tile has keys of one block. Of ragged examples with a
+// table, which a block each has whole, 16 of up to 1024 keys in blocks of 64 and 12 heads of 64 take 13.9 us, and 13.4
+// by mma.sync: tables are read tile by tile.
 inline bool paged_tma_takes(const PagedSizes &z) {
   constexpr int64_t kMostExamples = 4096;  // a block counts their keys
   const int64_t steps = bounded_product(z.batch, z.max_keys() / 64 + 1);
   return paged_indices_fit(z) && z.has_columns() && z.max_keys() > 0 && z.blocks > 0 && z.batch > 0 &&
-         z.batch <= kMostExamples && steps <= INT32_MAX && (!z.table || z.block_size % (2048 / z.dim) == 0) &&
+         z.batch <= kMostExamples && bounded_product(z.batch, z.kv_heads) <= INT32_MAX && steps <= INT32_MAX &&
+         (!z.table || z.block_size % (2048 / z.dim) == 0) && !(z.table && z.dim == 64 && whole_pays(z)) &&
          TensorMaps::get().tiled;
 }
 
@@ -637,16 +625,17 @@ Status run_paged_tma_of(const char *op, PagedInputs<T> x, T *y, bool *served, vo
     return launch_kernel(op, paged_attention_tma_kernel<T, Shape, true>, {blocks, Shape::kThreads, Shape::kBytes},
                          stream, x, maps);
   }
-  x.z.chunks = pieces_in_waves(z);
+  x.z.chunks = pieces_of_heads(z);
   const int64_t results = piece_results(z);
   x.most = x.sums + results * z.dim, x.total = x.most + results;
-  const unsigned blocks = static_cast<unsigned>(x.z.chunks * z.kv_heads);
+  const int64_t groups = z.batch <= kPagedWaves * x.z.chunks ? std::max(z.batch, x.z.chunks) : x.z.chunks;
+  const unsigned blocks = static_cast<unsigned>(groups * z.kv_heads);
   AOT_TRY(launch_kernel(op, paged_attention_tma_kernel<T, Shape, false>,
                         {blocks, Shape::kThreads, Shape::kBytes, 1, true}, stream, x, maps));
   // A row has about as many parts as there are pieces of an example.
   const int warps = x.z.chunks > 4 * z.batch ? kPartsWarps : 1;
-  const unsigned groups = static_cast<unsigned>(ceil_div(z.all_rows(), kPartsWarps / warps));
-  return launch_kernel(op, paged_attention_parts_kernel<T, Shape>, {groups, 32 * kPartsWarps, 0, 1, true}, stream, x,
+  const unsigned rows = static_cast<unsigned>(ceil_div(z.all_rows(), kPartsWarps / warps));
+  return launch_kernel(op, paged_attention_parts_kernel<T, Shape>, {rows, 32 * kPartsWarps, 0, 1, true}, stream, x,
                        warps);
 }
 

@@ -233,9 +233,9 @@ def test_equal_pieces_of_ragged_keys(block_size, queries, group, dim, dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("batch", [1, 33, 100])
+@pytest.mark.parametrize("batch", [1, 33, 150])
 def test_a_graph_with_other_lengths(batch, dim):
-    """The lengths and the table of a recorded call may change: the pieces are found on the GPU."""
+    """The lengths of a recorded call may change: the GPU finds the pieces, which examples of one length are."""
     q = _heads(batch, 1, 8, dim, device="cuda", dtype=torch.bfloat16)
     k, v = (_heads(batch, 1200, 2, dim, seed=i, device="cuda", dtype=torch.bfloat16) for i in (1, 2))
     lengths = torch.full((batch,), 1200, device="cuda")
@@ -243,8 +243,9 @@ def test_a_graph_with_other_lengths(batch, dim):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = ours.paged_attention(q, k, v, lengths)
-    for seed in range(3):
-        lengths.copy_(torch.randint(0, 1201, (batch,), generator=torch.Generator().manual_seed(seed)))
+    for seed in range(4):
+        if seed:
+            lengths.copy_(torch.randint(0, 1201, (batch,), generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         assert torch.equal(y, ours.paged_attention(q, k, v, lengths))
         assert_right(y, q, k, v, lengths)
