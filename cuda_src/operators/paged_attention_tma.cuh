@@ -430,7 +430,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
   constexpr int kStages = Shape::kStages, kStep = Shape::kStep;
   extern __shared__ __align__(1024) uint4 paged_tma_shared[];
-  launch_next();
   const PagedSizes &z = x.z;
   char *const shared = reinterpret_cast<char *>(paged_tma_shared);
   float *const results = reinterpret_cast<float *>(shared + Shape::kRing);
@@ -441,6 +440,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   }
   __syncwarp();
   wait_for_kernel_before();
+  launch_next();  // and not before: the next kernel reads the lengths at once, which the one before may write
   const unsigned heads = static_cast<unsigned>(z.kv_heads);
   const int head = static_cast<int>(blockIdx.x % heads), piece = static_cast<int>(blockIdx.x / heads);
   const uint32_t stages = shared_address(shared) + warp_index() * kStages * Shape::kPart;
