@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   for (int s = 0; s < kStages; ++s) load_row(s, part.first_row() + s * part.step());
   if constexpr (!kHoldWeight) weight.keep(pipeline, 0, p.wide, p.offset);
   else
+#pragma unroll
     for (auto &v : weight.vector) v = v.kept(p.wide, p.offset);
 
   struct Statistics {
