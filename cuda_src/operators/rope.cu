@@ -7,21 +7,36 @@ namespace {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
+// Places of all heads whose threads do not fill the device, if each has several heads.
+constexpr int64_t kFewPlaces = 64 << 10;
+
 // A thread takes one place in kHeads heads of a row of the sequence: two pieces of n elements of each, which are n
 // pairs, or, behind those that are rotated, pieces to copy. So a number of the tables is read once for kHeads heads.
 // threadIdx.x is the place; neighbouring threadIdx.y are neighbours in memory. Up to two heads are neighbours too, and
 // are loaded before the divisions that find their row of the tables; others have heads_first, and are z.heads / kHeads
 // apart. It overlaps the end of the kernel before, but not without vectors: blocks of kernels that do start more slowly
-// (overlap.cuh), and those have little to do.
+// (overlap.cuh), and those have little to do. Where heads are single and blocks few, so that a thread has one row, the
+// divisions come before the wait: a call of 64 x 1 x 32 x 128 in bfloat16 took 1.12 us on an H200 instead of 1.42.
 template <typename T, typename W, int n, bool interleaved, int kHeads>
 __global__ void __launch_bounds__(kRopeBlock)
     rope_kernel(const T *x, const W *cos, const W *sin, T *y, TableRows table, Accumulate<T> sign) {
-  constexpr bool kNear = kHeads <= 2;
-  if constexpr (n > 1) wait_for_kernel_before(), launch_next();
+  constexpr bool kNear = kHeads <= 2, kMayBeFew = kHeads == 1 && n > 1;
+  if constexpr (n > 1 && !kMayBeFew) wait_for_kernel_before(), launch_next();
   const RopeSizes &z = table.z;
   const int64_t groups = ceil_div(z.heads, kHeads), rows = z.batch * z.seq * groups;
   const int64_t inner = z.heads_first ? z.seq : groups, outer = z.heads_first ? groups : z.seq;
   const int places = static_cast<int>(head_places(z, n));
+  [[maybe_unused]] const auto line_of = [&](int64_t row) {
+    const Quotient first = divide(row, inner), second = divide(first.quotient, outer);
+    return table.line(second.quotient, z.heads_first ? first.rest : second.rest);
+  };
+  [[maybe_unused]] const int64_t first_row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  [[maybe_unused]] const bool is_few = gridDim.x <= kFewPlaces / kRopeBlock;
+  [[maybe_unused]] int64_t first_line = 0;
+  if constexpr (kMayBeFew) {
+    if (is_few) first_line = line_of(first_row);
+    wait_for_kernel_before(), launch_next();
+  }
   for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < rows;
        row += int64_t{gridDim.x} * blockDim.y) {
     int64_t b, s, group, base = row * kHeads * z.dim, step = z.dim;
@@ -46,9 +61,13 @@ __global__ void __launch_bounds__(kRopeBlock)
         if (both) p[k][1].load(x + base + k * step + at.other);
       }
       if (at.rotates) {
-        if constexpr (kNear) find();
         Angles<interleaved, T, W, n> angles;
-        angles.load(cos, sin, table(b, s), z, place, sign);
+        if constexpr (kMayBeFew) {
+          angles.load(cos, sin, table.row(is_few && row == first_row ? first_line : line_of(row)), z, place, sign);
+        } else {
+          if constexpr (kNear) find();
+          angles.load(cos, sin, table(b, s), z, place, sign);
+        }
 #pragma unroll
         for (int k = 0; k < kHeads; ++k)
           if (has(k)) rotate<interleaved>(p[k], angles);
@@ -90,9 +109,6 @@ Status launch_rope(const char *op, const T *x, const W *cos, const W *sin, T *y,
                        {grid_size(ceil_div(rows, height)), {width, height}, 0, 1, n > 1}, stream, x, cos, sin, y, table,
                        static_cast<Accumulate<T>>(sign));
 }
-
-// Places of all heads whose threads do not fill the device, if each has several heads.
-constexpr int64_t kFewPlaces = 64 << 10;
 
 // Four heads for each number of the tables where each row has a row of theirs of its own; two, or one, where
 // neighbouring rows share it, and the first cache; one where places are few.

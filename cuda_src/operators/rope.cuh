@@ -99,13 +99,17 @@ struct TableRows {
   __device__ int64_t position(int64_t i) const {
     return wide ? static_cast<const int64_t *>(positions)[i] : static_cast<const int32_t *>(positions)[i];
   }
-  // The row of example b and row s of the sequence; -1 where there is none.
-  __device__ int64_t operator()(int64_t b, int64_t s) const {
-    const int64_t i = (z.lines == 1 ? 0 : divide(b, z.lines).rest) * z.seq + s;
-    if (!positions) return i;
-    const int64_t p = position(i);
+  // The line of example b and row s of the sequence, of the tables or of the positions; and the tables' row for a line,
+  // -1 where there is none.
+  __device__ int64_t line(int64_t b, int64_t s) const {
+    return (z.lines == 1 ? 0 : divide(b, z.lines).rest) * z.seq + s;
+  }
+  __device__ int64_t row(int64_t line) const {
+    if (!positions) return line;
+    const int64_t p = position(line);
     return p >= 0 && p < z.rows ? p : -1;
   }
+  __device__ int64_t operator()(int64_t b, int64_t s) const { return row(line(b, s)); }
 };
 
 // --------------------------------------------------------------------------------------------------------- rotation
