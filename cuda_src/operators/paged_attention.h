@@ -5,8 +5,9 @@
 //          A query that sees none has y = 0. With a block_table, key j of example b is row j % block_size of block
 //          block_table[b, j / block_size] of the cache.
 // The keys that the queries of an example see are split evenly into chunks, whose results are combined in their order.
-// The sizes of the tensors determine how many chunks there are at most, and the length of an example its own. Sums are
-// in float32 (float64 for float64). In 16 bits exp(s[j]) is rounded before it is a factor, but for few rows on the CPU.
+// The sizes of the tensors determine how many chunks there are at most, and the length of an example its own; the
+// kernels of paged_attention_tma.cuh split the keys of all examples instead. Sums are in float32 (float64 for float64).
+// In 16 bits exp(s[j]) is rounded before it is a factor, but for few rows on the CPU.
 #pragma once
 #include <algorithm>
 #include <cmath>

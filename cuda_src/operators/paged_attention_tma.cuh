@@ -64,7 +64,8 @@ class PagedList {
     pieces = static_cast<int>(z.chunks);
     if (total < pieces * kFewest) pieces = total < kFewest ? 1 : total / kFewest;
     // Examples of one length are pieces themselves, of which none is combined.
-    most = __reduce_max_sync(~0u, most);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(~0u, most, offset));
     if (z.batch > pieces && z.batch <= kPagedWaves * z.chunks && total == z.batch * most)
       pieces = static_cast<int>(z.batch);
     each_ = total / pieces, more_ = total % pieces;
@@ -123,6 +124,7 @@ __device__ inline uint64_t evict_first() {
 #endif
   return policy;
 }
+
 // k and v as (blocks, kv_heads * dim / 64, block_size, 64).
 struct PagedMaps {
   CUtensorMap k, v;
