@@ -224,8 +224,9 @@ struct Block {
   // stays in the first-level cache while B passes, and blocks of c are side by side.
   static constexpr bool kByStrips = k32Registers;
   // A is read where it lies if at most so many columns would share what is packed of it; so is B, by strips, of rows.
-  // Of 512 both would take 6 % longer where two threads share a core and its caches.
-  static constexpr int kInPlaceCols = k32Registers ? 256 : 2 * kCols, kInPlaceRows = 256;
+  // With more, both would take longer where another thread shares the core's caches. Lines of 4 KB share their sets.
+  static constexpr int kInPlaceCols = k32Registers ? 256 : 2 * kCols;
+  static constexpr int64_t in_place_rows(int64_t stride) { return stride * sizeof(A) < 4096 ? 256 : 128; }
 };
 
 template <typename A>
@@ -762,7 +763,8 @@ struct GemmTile {
     constexpr bool kPacksRows = !kGathers && !kTiles<Terms>;
     const bool by_strips = B::kByStrips && !kPoints && !kPacked && !kTiles<Terms> && !few;
     bool unpacked_b = few;
-    if constexpr (!kPacked && std::is_same_v<T, A>) unpacked_b |= by_strips && !b.transposed && m <= B::kInPlaceRows;
+    if constexpr (!kPacked && std::is_same_v<T, A>)
+      unpacked_b |= by_strips && !b.transposed && m <= B::in_place_rows(b.stride);
     // the last ones are packed if they are not a whole block
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     const bool takes_two = kMayTakeTwo && !unpacked_b;
