@@ -18,8 +18,8 @@
 //
 // C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
 // and k only, so the result is the same on any number of threads. For a tile, panels of A and B are packed and widened
-// to the thread's own memory, and a block of C stays in registers while a panel passes; few rows are multiplied without
-// packing B.
+// to the thread's own memory, and a block of C stays in registers while a panel passes. What few rows or columns share
+// is not packed.
 #pragma once
 #include <optional>
 #include <type_traits>
