@@ -182,10 +182,12 @@ def products(result: Result) -> str:
 
 
 def _ratios(op: str, which: str, rows: Sequence[Row]) -> str:
-    of_pass = [[row["of_peer"] for row in rows if row["pass"] == pass_] for pass_ in PASSES]
+    compared = [row for row in rows if "of_peer" in row]  # torch may have run out of memory
+    of_pass = [[row["of_peer"] for row in compared if row["pass"] == pass_] for pass_ in PASSES]
     forward, backward = (f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in of_pass)
     mark = " \\*" if any(map(changed, rows)) else ""
-    return fill(f"- `{op}`{mark} {which}: {forward}, backward {backward}.", 120, subsequent_indent="  ")
+    left = f"; of {len(rows)} calls {len(rows) - len(compared)} without torch's time" if len(compared) < len(rows) else ""
+    return fill(f"- `{op}`{mark} {which}: {forward}, backward {backward}{left}.", 120, subsequent_indent="  ")
 
 
 def linear_gelu(result: Result) -> str:
