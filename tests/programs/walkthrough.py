@@ -136,12 +136,13 @@ def _processor() -> str:
 
 
 def settled(text: str) -> list[str]:
-    """The lines of a transcript, without what depends on the machine: its name and compilers, what a GPU adds, times
-    and rates, and that it was busy."""
+    """The lines of a transcript, without what depends on the machine: its name, which decides where that line wraps, and
+    compilers, what a GPU adds, times and rates, and that it was busy."""
     text = re.sub(r"(?ms)^warning: the machine was busy.*?\n(?=\n)", "", text[text.index("```sh") :])
+    text = re.sub(r"(?ms)^[^\n]*; a copy moves.*?\n(?=\n)", "#\n", text)
     lines = text.splitlines()
     lines = [re.sub(r"\d[\d,]*\.\d+x?|\b\d+ (s|threads)\b", "#", " ".join(line.split())) for line in lines]
-    lines = [re.sub(r"it needs GLIBC.*|^.*; a copy moves.*|linux_\w+", "#", line) for line in lines]
+    lines = [re.sub(r"it needs GLIBC.*|linux_\w+", "#", line) for line in lines]
     return [line for line in lines if line and not re.search(r"\bcuda\b|: compiling |^\w+ passed", line)]
 
 
