@@ -186,7 +186,8 @@ def _ratios(op: str, which: str, rows: Sequence[Row]) -> str:
     of_pass = [[row["of_peer"] for row in compared if row["pass"] == pass_] for pass_ in PASSES]
     forward, backward = (f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in of_pass)
     mark = " \\*" if any(map(changed, rows)) else ""
-    left = f"; of {len(rows)} calls {len(rows) - len(compared)} without torch's time" if len(compared) < len(rows) else ""
+    missing = len(rows) - len(compared)
+    left = f"; of {len(rows)} calls {missing} without torch's time" if missing else ""
     return fill(f"- `{op}`{mark} {which}: {forward}, backward {backward}{left}.", 120, subsequent_indent="  ")
 
 

@@ -81,7 +81,7 @@ def check(name, made, rows, cols, dtype_name="float32"):
 
     got, again = results(own, stored), results(own, stored)
     exact = results(lambda *a: formula(name, stored, *a), torch.float64)
-    dweight = 2 + adds  # its place, behind the outputs and dx; its terms are dy * y of a weight of ones, as one may be 0
+    dweight = 2 + adds  # its place, behind the outputs and dx; its terms are dy * y of a weight of ones
     x, weight, *residual = (t.detach().double() for t in inputs)
     y = formula(name, stored, x, torch.ones_like(weight), *residual)
     norm = (incoming[0] * (y[0] if adds else y)).square().sum(0).sqrt()

@@ -136,8 +136,8 @@ def _processor() -> str:
 
 
 def settled(text: str) -> list[str]:
-    """The lines of a transcript, without what depends on the machine: its name, which decides where that line wraps, and
-    compilers, what a GPU adds, times and rates, and that it was busy."""
+    """The lines of a transcript, without what depends on the machine: its name, by which that line wraps, compilers,
+    what a GPU adds, times and rates, and that it was busy."""
     text = re.sub(r"(?ms)^warning: the machine was busy.*?\n(?=\n)", "", text[text.index("```sh") :])
     text = re.sub(r"(?ms)^[^\n]*; a copy moves.*?\n(?=\n)", "#\n", text)
     lines = text.splitlines()
