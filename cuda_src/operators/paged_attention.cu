@@ -29,10 +29,12 @@ Status run_chunks(const char *op, PagedInputs<T> x, T *y, bool *combined, void *
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
   if constexpr (sizeof(T) == 2) {
+#ifdef AOT_HAVE_SM90  // code for 9.0: PTX of older ones has nothing of these kernels
     if (limits.major == 9 && paged_tma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums, y)) {
       AOT_TRY(run_paged_tma(op, x, y, combined, stream));
       if (*combined) return kOk;
     }
+#endif
     if (paged_mma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums) && limits.major >= 8) {
       if (alone) x.y = y, *combined = true;
       const int64_t blocks = bounded_product(bounded_product(x.z.batch, x.z.kv_heads), x.z.chunks);

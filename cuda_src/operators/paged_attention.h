@@ -192,7 +192,8 @@ struct PagedAttention {
   // Elements: for each row of each chunk, the largest score, the sum of exponentials, and their sum of values.
   static int64_t partial_results(const PagedSizes &z, DType dtype) {
     int64_t rows = bounded_product(z.chunks, z.all_rows());
-    if (kIsCuda && is_16_bits(dtype) && z.has_columns() && !whole_pays(z)) rows = std::max(rows, piece_results(z));
+    const bool narrow = is_16_bits(dtype) || dtype == DType::unknown;  // MindSpore infers shapes without the dtype
+    if (kIsCuda && narrow && z.has_columns() && !whole_pays(z)) rows = std::max(rows, piece_results(z));
     return bounded_product(rows, z.v_dim + 2);
   }
 

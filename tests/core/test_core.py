@@ -324,6 +324,18 @@ def test_mindspores_companions_infer_the_same(infer_host, call, data):
         assert found == {s: expected[s] for s in outputs if s not in op.workspace}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "dim", "keys"), [(2, 8, 2, 64, 1700), (8, 64, 8, 128, 32768)])
+def test_mindspore_has_room_for_the_pieces_of_paged_attention(infer_host, batch, heads, kv_heads, dim, keys, dtype):
+    """Which are of 16 bits, and not known where shapes are inferred."""
+    op = OPS["paged_attention"]
+    q, cache = TensorSpec((batch, 1, heads, dim), dtype), TensorSpec((batch, keys, kv_heads, dim), dtype)
+    specs, attrs = [q, cache, cache, TensorSpec((batch,), "int32"), None], op.canonical([None, None, 0.0])
+    expected = infer(op, attrs, tuple(specs), "cuda")
+    found = infer_in_c(infer_host, op, attrs, specs, op.entry_outputs, "cuda")
+    assert all(found[slot].shape >= expected[slot].shape for slot in op.workspace)
+
+
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(call=good_calls())
 def test_symbolic_shapes_are_those_of_the_library(call):
