@@ -178,11 +178,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ uint8_t dynamic[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
   const PlanesDweightBlock<Tile> block = {p, (shared_address(dynamic) + 1023) & ~1023u, full, empty};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Tile::kStages; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], Tile::kGroups * 4);
-    mbarrier_init_fence();
-  }
-  __syncthreads();
+  init_stages(full, empty, Tile::kGroups * 4);
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (group < Tile::kGroups) {
     take_registers<240>();

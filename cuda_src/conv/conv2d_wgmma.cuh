@@ -535,6 +535,16 @@ struct WgmmaBlock {
 };
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+// The barriers of stages that one thread fills, and so many arrivals empty.
+template <int kStages>
+__device__ inline void init_stages(uint64_t (&full)[kStages], uint64_t (&empty)[kStages], int arrivals) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], arrivals);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+}
+
 // each(f) calls f(p, first) for each phase p, of which `first` is this block's first tile.
 template <typename T, Conv2dGemm::Pass kPass, class Tile, class Each>
 __device__ inline void compute_block(bool independent, Each each) {
@@ -542,14 +552,7 @@ __device__ inline void compute_block(bool independent, Each each) {
   extern __shared__ uint8_t dynamic[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
   const uint32_t boxes = (shared_address(dynamic) + 1023) & ~1023u;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Tile::kStages; ++i) {
-      mbarrier_init(&full[i], 1);
-      mbarrier_init(&empty[i], Tile::kGroups);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
+  init_stages(full, empty, Tile::kGroups);
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
   int iteration = 0;
   if (group < Tile::kGroups) {

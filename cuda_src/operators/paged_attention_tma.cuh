@@ -5,6 +5,7 @@
 // own, by two instructions each, into stages that no other warp reads, and goes on with the next example's while it
 // combines the results of one. With three stages keys in blocks of 16 are slower.
 #pragma once
+#include "attention_mma.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/tma.cuh"
 #include "paged_attention.cuh"
@@ -268,7 +269,7 @@ class PagedColumns {
         for (int e = 0; e < 4; ++e) f(s[m][e], e % 2, key + 16 * m + e / 2 * 8 + lane_index() / 4);
     };
     if (inner_ == 0) each([&](float &score, int, int) { score *= scale_; });
-    else each([&](float &score, int, int) { score = cap_ * tangent(score * inner_); });
+    else each([&](float &score, int, int) { score = cap_ * MmaScores::tangent(score * inner_); });
     if (key < whole_.x || key + kKeys > whole_.y) {
       each([&](float &score, int i, int at) {
         if (at < own_[i].x || at >= own_[i].y) score = kLeast;
@@ -332,9 +333,6 @@ class PagedColumns {
       for (int e = 0; e < 4; ++e) sums[d][e] *= shrink[e % 2];
   }
 
-  __device__ static float tangent(float x) {
-    return 1 - 2 * fast_reciprocal(1 + fast_exp2(x * static_cast<float>(2 * kLog2E)));
-  }
   // A lane's pair of 16 bits of (8, 8), as that of its transpose.
   __device__ static uint32_t transposed(uint32_t pair) {
     uint32_t result = 0;
