@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -27,8 +28,13 @@ SMALL = 5000
 """Elements of an input of the cases that are split."""
 
 
-def calls(name: str) -> Iterator[EntryCall]:
+@cache
+def calls(name: str) -> tuple[EntryCall, ...]:
     """Every small case of the table, in float64, with all inputs in it; and of a backward without residuals."""
+    return tuple(_calls(name))
+
+
+def _calls(name: str) -> Iterator[EntryCall]:
     for i, case in enumerate(CASES[OF[name].name].cases):
         broadcast = OF[name].broadcast and len(set(case.given.values())) > 1  # by the frontend
         if max(map(math.prod, case.given.values())) <= SMALL and not broadcast:
@@ -45,6 +51,12 @@ def values(one: EntryCall) -> dict[str, np.ndarray]:
     """The numbers in each slot after the call."""
     held = run_on_cpu(one, 0)
     return {slot: numbers(held[slot], spec) for slot, spec in one.given.items() if slot not in one.op.workspace}
+
+
+@cache
+def wholes(name: str) -> tuple[dict[str, np.ndarray], ...]:
+    """The numbers after each of ``calls``."""
+    return tuple(map(values, calls(name)))
 
 
 def shapes(one: EntryCall) -> list[tuple[int, ...] | None]:
@@ -88,10 +100,9 @@ def check_axis(one: EntryCall, whole: Mapping[str, np.ndarray], axis: Axis) -> N
 def check(op: Op, name: str) -> set[str]:
     """Splits each case along each axis that ``op`` states. Returns the names of these axes."""
     checked = set()
-    for one in calls(name):
+    for one, whole in zip(calls(name), wholes(name), strict=True):
         stated = sharding(op, one.attrs, shapes(one))
         assert stated is not None
-        whole = values(one)
         for slot, names in stated.slots.items():
             assert slot not in whole or len(names) == whole[slot].ndim
         for axis in stated.axes:
@@ -115,18 +126,18 @@ def changed(op: Op, change) -> Op:
     return replace(op, dims=lambda call: {slot: change(slot, axes) for slot, axes in stated(call).items()})
 
 
-def wholes(name: str) -> list[str]:
+def whole_axes(name: str) -> list[str]:
     """The axes that are stated to be whole, with more than one element somewhere."""
     found = set()
     for one in calls(name):
-        stated, given = sharding(ALL[name], one.attrs, shapes(one)), values(one)
+        stated, given = sharding(ALL[name], one.attrs, shapes(one)), one.given
         for slot in ALL[name].inputs:
             pairs = zip(stated.slots.get(slot, ()), given[slot].shape if slot in given else (), strict=True)
             found |= {axis for axis, size in pairs if axis.isupper() and size > 1}
     return sorted(found)
 
 
-WHOLE = [(name, axis) for name in KERNELS for axis in wholes(name)]
+WHOLE = [(name, axis) for name in KERNELS for axis in whole_axes(name)]
 PARTIAL = [
     (name, axis.name, y)
     for name in KERNELS

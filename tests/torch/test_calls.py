@@ -302,6 +302,7 @@ def test_autocast_gradients():
         torch.testing.assert_close(a, e, rtol=1e-2, atol=1e-2)  # the product is bfloat16's
 
 
+@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_call_leaves_nothing_behind(name):
     """Neither references to its arguments nor memory, forward and backward, and also where it is refused."""
