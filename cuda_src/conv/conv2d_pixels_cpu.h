@@ -1,7 +1,7 @@
 // Depthwise convolutions on the CPU: vectors of channels, of a few pixels at a time, meet one element of the kernels.
 // Taps that lie outside of the image are left out, so that no zeros are added around it. A thread computes a band of an
-// image for a block of channels. If these are not whole vectors of a pixel, in the type of the sums, it rearranges the
-// band before, and the result afterwards.
+// image for blocks of channels. If a block is no whole vectors of a pixel, or costs too much to widen at each tap, the
+// thread rearranges the band before, and the result afterwards.
 #pragma once
 #include "conv2d_lines_cpu.h"
 
@@ -49,19 +49,65 @@ struct PhaseTaps {
 
 // ------------------------------------------------------------------------------------------------------------ blocks
 
-// Adjacent channels, which are padded with zeros to `width`, one or two vectors.
+// Vector v of n of a pixel's channels. Two of bfloat16 are the even channels and the odd ones: 32 bits have one of
+// each.
+template <int n, typename T>
+AOT_INLINE Vec<T> load_channels(const T *p, int v) {
+  if constexpr (std::is_same_v<T, bfloat16> && n == 2) {
+    const VecBits pairs = load_raw<VecBits>(p);
+    return (Vec<T>)(v == 0 ? pairs << 16 : pairs & 0xffff0000);
+  } else {
+    return load(p + v * kLanes<T>);
+  }
+}
+template <typename T, int n>
+AOT_INLINE void store_channels(T *p, const Vec<T> (&v)[n]) {
+  if constexpr (std::is_same_v<T, bfloat16> && n == 2) {
+    const VecBits pairs = widen_bits(narrow(v[0], T())) | widen_bits(narrow(v[1], T())) << 16;
+    std::memcpy(p, &pairs, sizeof pairs);
+  } else {
+#pragma GCC unroll 2
+    for (int i = 0; i < n; ++i) store(p + i * kLanes<T>, v[i]);
+  }
+}
+// The channel that a lane of these vectors has, `width` channels in all.
+template <typename T>
+int64_t channel_of(int64_t lane, int64_t width) {
+  return std::is_same_v<T, bfloat16> && width > kLanes<T> ? lane % kLanes<T> * 2 + lane / kLanes<T> : lane;
+}
+
+template <typename T>
+constexpr bool kInPlace = std::is_same_v<T, Accumulate<T>> || std::is_same_v<T, bfloat16>;
+
+// Whether vectors of channels are read and written where they lie. bfloat16 is widened at each tap then, which takes
+// longer than a copy where a pixel meets 25 elements of the kernel.
+template <typename T>
+bool worth_in_place(const Source<T> &source) {
+  const int64_t kernel = source.h.kernel * source.w.kernel, phases = source.h.stride * source.w.stride;
+  return source.nhwc && kInPlace<T> && (std::is_same_v<T, Accumulate<T>> || kernel / 12 <= phases);
+}
+
+// Adjacent channels, which are padded with zeros to `width`, one or two vectors. in_place: they are read and written
+// where they lie; any number of vectors then.
 template <typename T>
 struct ChannelBlock {
   using A = Accumulate<T>;
   static constexpr int64_t kWidth = 2 * kLanes<T>;
   int64_t first, channels, width;
+  bool in_place;
 
-  static ChannelBlock of(int64_t index, int64_t all) {
+  static ChannelBlock of(int64_t index, int64_t all, bool in_place) {
     const int64_t first = index * kWidth, n = all - first < kWidth ? all - first : kWidth;
-    return {first, n, n > kLanes<T> ? kWidth : kLanes<T>};
+    const int64_t width = n > kLanes<T> ? kWidth : kLanes<T>;
+    return {first, n, width, in_place && n == width};
   }
-  // Whether it is read and written where it lies.
-  bool in_place(bool nhwc) const { return nhwc && std::is_same_v<T, A> && channels == width; }
+  // Of the channels of several blocks, those from the first on that are alike.
+  static ChannelBlock of(Range blocks, int64_t all, bool in_place) {
+    ChannelBlock block = of(blocks.begin, all, in_place);
+    for (int64_t i = blocks.begin + 1; block.in_place && i < blocks.end && of(i, all, in_place).in_place; ++i)
+      block.channels = block.width += of(i, all, in_place).width;
+    return block;
+  }
 
   // to (n, width) = n elements of each channel: of planes that are `stride` apart, or of pixels.
   [[gnu::noinline, gnu::noclone]] void read(const T *from, bool nhwc, int64_t stride, int64_t n, A *to) const {
@@ -78,7 +124,15 @@ struct ChannelBlock {
       for (int64_t l = 0; l < size; ++l) aot::store(to + (at + l) * width + c, v[l]);
     });
   }
-  // The reverse.
+  // to (n, width) = what the block's vectors meet of (channels, n).
+  void read_weight(const T *from, int64_t n, A *to) const {
+    if (!in_place || channel_of<T>(1, width) == 1) return read(from, false, n, n, to);
+    ChannelBlock half = *this;
+    half.channels = kLanes<T>;
+    half.read(from, false, 2 * n, n, to);
+    half.read(from + n, false, 2 * n, n, to + kLanes<T>);
+  }
+  // The reverse of read.
   [[gnu::noinline, gnu::noclone]] void write(const A *from, int64_t n, T *to, bool nhwc, int64_t stride) const {
     if (nhwc)
       return each_pixel(n, [=, *this](int64_t i, int64_t c, auto part) {
@@ -149,72 +203,69 @@ struct PixelBands {
     const int64_t rows = (lines - 1) * source_step + high - low + 1;
     return (rows < h.source ? rows : h.source) * source_line * kWidth;
   }
-  int64_t result_size() const { return lines * step * result_line * kWidth; }
+  int64_t result_size() const { return (lines * step < h.result ? lines * step : h.result) * result_line * kWidth; }
   bool fits() const { return double(source_size()) + double(result_size()) <= kMost; }
 };
 
 // ------------------------------------------------------------------------------------------------------------ y, dx
 
-// One or two vectors of channels. source: of their pixels, `source.all` apart, as those of the result.
-template <typename A>
+// Vectors of channels, one or two at a time. source: of their pixels, `source.all` apart, as those of the result.
+template <typename S>
 struct PixelLines {
+  using A = Accumulate<S>;
   static constexpr int kPixels = Block<A>::k32Registers ? 7 : 4;
-  Source<A> source;
+  Source<S> source;
   PhaseTaps h, w;
-  int64_t width;
-  const A *weight, *bias;  // weight: (elements of the kernel, width)
+  int64_t width;           // all channels
+  const A *weight, *bias;  // weight: (blocks of channels, elements of the kernel, channels of a block)
   int64_t begin, stride;   // from one position to the next in a line of the result, after `begin`
 
   // A line of the result from a line of positions.
-  void compute(int64_t y, A *result) const {
+  void compute(int64_t y, S *result) const {
     const Range rows = h.taps_of(y), inner = w.positions_of_all(0, w.count);
     for (int64_t x = 0; x < w.positions; x += kPixels) {
-      A *const to = result + (begin + x * stride) * source.all;
+      S *const to = result + (begin + x * stride) * source.all;
       const bool all = inner.begin <= x && x + kPixels <= inner.end;
-      if (width > kLanes<A>) all ? add_taps<true, 2>(y, x, rows, to) : add_taps<false, 2>(y, x, rows, to);
-      else all ? add_taps<true, 1>(y, x, rows, to) : add_taps<false, 1>(y, x, rows, to);
+      int64_t c = 0;
+      for (; c + kLanes<A> < width; c += 2 * kLanes<A>)
+        all ? add_taps<true, 2>(y, x, c, rows, to + c) : add_taps<false, 2>(y, x, c, rows, to + c);
+      if (c < width) all ? add_taps<true, 1>(y, x, c, rows, to + c) : add_taps<false, 1>(y, x, c, rows, to + c);
     }
   }
 
  private:
   // kInner: all pixels exist, and all taps are within the source.
   template <bool kInner, int kVectors>
-  [[gnu::noinline]] void add_taps(int64_t y, int64_t x, Range rows, A *result) const {
+  [[gnu::noinline]] void add_taps(int64_t y, int64_t x, int64_t c, Range rows, S *result) const {
+    constexpr int64_t kWidth = kVectors * kLanes<A>;
     VecOf<A> sum[kPixels][kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      const VecOf<A> first = bias ? load(bias + v * kLanes<A>) : VecOf<A>{};
+      const VecOf<A> first = bias ? load(bias + c + v * kLanes<A>) : VecOf<A>{};
 #pragma GCC unroll 8
       for (int p = 0; p < kPixels; ++p) sum[p][v] = first;
     }
     const int64_t pixel = w.step * source.all, line = source.w.source * source.all;
-    const A *const from = source.data + y * h.step * line + x * pixel;
-    if (kInner && h.count > 0) {
-      // rows that the next line meets first: the steps between pixels are too long for hardware prefetchers
-      const int64_t first = h.taps[0].at, other = h.taps[h.count - 1].at, last = first > other ? first : other;
-      for (int64_t k = 1; k <= h.step; ++k)
-        for (int64_t p = 0; p < kPixels * w.step; ++p) __builtin_prefetch(from + (last + k) * line + p * source.all);
-    }
+    const S *const from = source.data + y * h.step * line + x * pixel + c;
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const A *const row = from + h.taps[r].at * line, *const weights = weight + h.taps[r].k * source.w.kernel * width;
+      const S *const row = from + h.taps[r].at * line;
+      const A *const weights = weight + c * source.h.kernel * source.w.kernel + h.taps[r].k * source.w.kernel * kWidth;
       for (const Tap *tap = w.taps, *end = tap + w.count; tap < end; ++tap) {
         VecOf<A> right[kVectors];
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) right[v] = load(weights + tap->k * width + v * kLanes<A>);
-        const A *at = row + tap->at * source.all;
+        for (int v = 0; v < kVectors; ++v) right[v] = load(weights + tap->k * kWidth + v * kLanes<A>);
+        const S *const at = row + tap->at * source.all;
         const Range valid{tap->positions.begin - x, tap->positions.end - x};
 #pragma GCC unroll 8
         for (int p = 0; p < kPixels; ++p)
           if (kInner || valid.has(p))
 #pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) sum[p][v] += load(at + p * pixel + v * kLanes<A>) * right[v];
+            for (int v = 0; v < kVectors; ++v) sum[p][v] += load_channels<kVectors>(at + p * pixel, v) * right[v];
       }
     }
 #pragma GCC unroll 8
     for (int p = 0; p < kPixels; ++p)
-      if (kInner || x + p < w.positions)
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) store(result + p * stride * source.all + v * kLanes<A>, sum[p][v]);
+      if (kInner || x + p < w.positions) store_channels(result + p * stride * source.all, sum[p]);
   }
 };
 
@@ -233,49 +284,66 @@ Status convolve_depthwise(const char *op, const Source<T> &source, PixelBands ba
   using Block = ChannelBlock<T>;
   const int64_t kernel = source.h.kernel * source.w.kernel, all = source.all, blocks = ceil_div(all, Block::kWidth);
   const int64_t line = source.w.source, result_line = source.w.result;
-  const bool nhwc = source.nhwc;
+  const bool nhwc = source.nhwc, in_place = worth_in_place(source);
   while (threads() > 1 && source.batch * blocks * bands.count < 2 * threads() && bands.lines > 8)
     bands.divide(ceil_div(bands.lines, 2));
+  // a task takes several blocks that lie beside each other, of a few pixels at a time, if there are enough tasks
+  int64_t run = in_place ? source.batch * bands.count * blocks / (4 * threads()) : 1;
+  run = run < 1 ? 1 : run < blocks ? run : blocks;
+  const int64_t runs = ceil_div(blocks, run);
   const Buffer<A> weights(blocks * kernel * Block::kWidth), biases(blocks * Block::kWidth);
   if (!(weights && biases)) return out_of_memory(op);
   for (int64_t b = 0; b < blocks; ++b) {
-    const Block block = Block::of(b, all);
-    block.read(weight + block.first * kernel, false, kernel, kernel, weights + block.first * kernel);
-    if (bias) block.read(bias + block.first, false, 1, 1, biases + block.first);
+    const Block block = Block::of(b, all, in_place);
+    block.read_weight(weight + block.first * kernel, kernel, weights + block.first * kernel);
+    if (bias) block.read_weight(bias + block.first, 1, biases + block.first);
   }
   const int64_t in_size = bands.source_size(), size = in_size + bands.result_size();
   auto compute = [&, op](int64_t index) -> Status {
-    const Block block = Block::of(index % blocks, all);
-    const int64_t image = index / blocks / bands.count;
-    const Range lines = bands.of(index / blocks % bands.count), from = bands.source_rows(lines);
+    const int64_t image = index / runs / bands.count;
+    const Range lines = bands.of(index / runs % bands.count), from = bands.source_rows(lines);
     const Range to = bands.result_rows(lines);
     const int64_t taps_size = (source.h.kernel + source.w.kernel) * sizeof(Tap);
     A *const in = static_cast<A *>(thread_scratch(size * sizeof(A) + taps_size));
     if (!in) return out_of_memory(op);
     Tap *const taps = reinterpret_cast<Tap *>(in + size);
-    const bool in_place = block.in_place(nhwc);
-    const T *const x = source.data + block_row(nhwc, image, source.h, line, all, block.first, from.begin, false);
-    T *const y = result + block_row(nhwc, image, source.h, result_line, all, block.first, to.begin, true);
-    if (!in_place) block.read(x, nhwc, nhwc ? all : source.h.source * line, (from.end - from.begin) * line, in);
-    const int64_t pixel = in_place ? all : block.width;
-    const A *const data = (in_place ? reinterpret_cast<const A *>(x) : in) - from.begin * line * pixel;
-    A *const out = in_place ? reinterpret_cast<A *>(y) : in + in_size;
-    const Source<A> pixels{true, source.h, source.w, 1, 1, pixel, data};
-    each_phase(source.h, [&](const Phase &i) {
-      each_phase(source.w, [&](const Phase &j) {
-        const PhaseTaps h = PhaseTaps::of(i, taps), w = PhaseTaps::of(j, taps + h.count);
-        const PixelLines<A> of{
-            pixels,  h,       w, block.width, weights + block.first * kernel, bias ? biases + block.first : nullptr,
-            j.first, j.step()};
-        for (int64_t l = lines.begin; l < lines.end && l < h.positions; ++l)
-          of.compute(l, out + (i.first + l * i.step() - to.begin) * result_line * pixel);
-      });
-    });
-    const int64_t n = (to.end - to.begin) * result_line;
-    if (!in_place) block.write(out, n, y, nhwc, nhwc ? all : source.h.result * result_line);
+    // from the row from.begin to the row to.begin on
+    auto convolve = [&](const Block &block, auto *data, auto *out, int64_t pixel) {
+      using S = std::remove_pointer_t<decltype(out)>;
+      const Source<S> pixels{true, source.h, source.w, 1, 1, pixel, data - from.begin * line * pixel};
+      // a few lines of all phases before the next: their pixels are in the first-level cache
+      const int64_t few = bands.step > 1 ? 4 : bands.lines;
+      for (Range some = lines; some.begin < some.end; some.begin += few)
+        each_phase(source.h, [&](const Phase &i) {
+          each_phase(source.w, [&](const Phase &j) {
+            const PhaseTaps h = PhaseTaps::of(i, taps), w = PhaseTaps::of(j, taps + h.count);
+            const PixelLines<S> of{
+                pixels,  h,       w, block.width, weights + block.first * kernel, bias ? biases + block.first : nullptr,
+                j.first, j.step()};
+            for (int64_t l = some.begin; l < some.end && l < some.begin + few && l < h.positions; ++l)
+              of.compute(l, out + (i.first + l * i.step() - to.begin) * result_line * pixel);
+          });
+        });
+    };
+    const int64_t first = index % runs * run;
+    for (Range left = Range{first, first + run}.in({0, blocks}); left.begin < left.end;) {
+      const Block block = Block::of(left, all, in_place);
+      left.begin += ceil_div(block.channels, Block::kWidth);
+      const T *const x = source.data + block_row(nhwc, image, source.h, line, all, block.first, from.begin, false);
+      T *const y = result + block_row(nhwc, image, source.h, result_line, all, block.first, to.begin, true);
+      if constexpr (kInPlace<T>)
+        if (block.in_place) {
+          convolve(block, x, y, all);
+          continue;
+        }
+      block.read(x, nhwc, nhwc ? all : source.h.source * line, (from.end - from.begin) * line, in);
+      convolve(block, in, in + in_size, block.width);
+      block.write(in + in_size, (to.end - to.begin) * result_line, y, nhwc, nhwc ? all : source.h.result * result_line);
+    }
     return kOk;
   };
-  const int64_t tasks = source.batch * blocks * bands.count, piece = ceil_div(kGrain, bands.result_size() * kernel + 1);
+  const int64_t tasks = source.batch * runs * bands.count;
+  const int64_t piece = ceil_div(kGrain, bands.result_size() * kernel * run + 1);
   return try_parallel(ceil_div(tasks, piece), [&](int64_t index) -> Status {
     for (int64_t i = index * piece; i < tasks && i < (index + 1) * piece; ++i) AOT_TRY(compute(i));
     return kOk;
@@ -285,11 +353,12 @@ Status convolve_depthwise(const char *op, const Source<T> &source, PixelBands ba
 // ---------------------------------------------------------------------------------------------------------- dweight
 
 // The sums of the products of x and dy of one or two vectors of channels.
-template <typename A>
+template <typename S>
 struct PixelSums {
-  Source<A> source;  // pixels are source.all apart, those of dy too
+  using A = Accumulate<S>;
+  Source<S> source;  // pixels are source.all apart, those of dy too
   PhaseTaps h, w;
-  const A *dy;
+  const S *dy;
   A *sums;                             // (taps, width)
   double *to;                          // (channels, taps): the sums of all images
   int64_t width, channels, terms = 0;  // terms: of `sums` so far
@@ -311,8 +380,8 @@ struct PixelSums {
   }
   [[gnu::noinline]] void flush() {
     const int64_t taps = h.count * w.count;
-    for (int64_t t = 0; t < taps; ++t)
-      for (int64_t c = 0; c < channels; ++c) to[c * taps + t] += sums[t * width + c];
+    for (int64_t lane = 0; lane < channels; ++lane)
+      for (int64_t t = 0, c = channel_of<S>(lane, width); t < taps; ++t) to[c * taps + t] += sums[t * width + lane];
     std::memset(sums, 0, taps * width * sizeof *sums);
     terms = 0;
   }
@@ -339,7 +408,7 @@ struct PixelSums {
   [[gnu::noinline]] void add_products(Range lines, int64_t r, int64_t s) const {
     VecOf<A> sum[kTaps][kVectors];
     Range valid[kTaps];
-    const A *at[kTaps];
+    const S *at[kTaps];
     A *const to = sums + (r * w.count + s) * width;
     const Range inner = w.positions_of_all(s, s + kTaps);
     const int64_t line = source.w.source * source.all, pixel = w.step * source.all;
@@ -352,15 +421,15 @@ struct PixelSums {
       for (int v = 0; v < kVectors; ++v) sum[k][v] = load(to + k * width + v * kLanes<A>);
     }
     for (int64_t y = lines.begin; y < lines.end; ++y) {
-      const A *const d = dy + y * w.positions * source.all;
+      const S *const d = dy + y * w.positions * source.all;
       auto add = [&](int64_t x, bool all) AOT_INLINED {
         const int64_t offset = y * h.step * line + x * pixel;
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          const VecOf<A> right = load(d + x * source.all + v * kLanes<A>);
+          const VecOf<A> right = load_channels<kVectors>(d + x * source.all, v);
 #pragma GCC unroll 3
           for (int k = 0; k < kTaps; ++k)
-            if (all || valid[k].has(x)) sum[k][v] += load(at[k] + offset + v * kLanes<A>) * right;
+            if (all || valid[k].has(x)) sum[k][v] += load_channels<kVectors>(at[k] + offset, v) * right;
         }
       };
       int64_t x = 0;
@@ -382,7 +451,7 @@ Status sum_depthwise(const char *op, const Source<T> &source, const PixelBands &
   using Block = ChannelBlock<T>;
   const int64_t taps = source.depth(), all = source.all, blocks = ceil_div(all, Block::kWidth);
   const int64_t slices = image_slices(source.batch, blocks), line = source.w.source, dy_line = source.w.result;
-  const bool nhwc = source.nhwc;
+  const bool nhwc = source.nhwc, in_place = worth_in_place(source);
   const Buffer<Tap> rows(source.h.kernel), columns(source.w.kernel);
   const Buffer<double> sums(slices * all * taps);
   if (!(rows && columns && sums)) return out_of_memory(op);
@@ -390,34 +459,43 @@ Status sum_depthwise(const char *op, const Source<T> &source, const PixelBands &
   const int64_t x_size = bands.source_size(), size = x_size + bands.result_size();
   AOT_TRY(try_parallel(slices * blocks, [&](int64_t index) -> Status {
     const int64_t slice = index / blocks, end = (slice + 1) * source.batch / slices;
-    const Block block = Block::of(index % blocks, all);
+    const Block block = Block::of(index % blocks, all, in_place);
     A *const in = static_cast<A *>(thread_scratch((size + taps * Block::kWidth) * sizeof(A)));
     if (!in) return out_of_memory(op);
-    const bool in_place = block.in_place(nhwc);
-    const int64_t pixel = in_place ? all : block.width;
-    PixelSums<A> of{{true, source.h, source.w, 1, 1, pixel, nullptr},
-                    h,
-                    w,
-                    nullptr,
-                    in + size,
-                    sums + (slice * all + block.first) * taps,
-                    block.width,
-                    block.channels};
-    of.clear();
-    for (int64_t image = slice * source.batch / slices; image < end; ++image)
-      for (int64_t band = 0; band < bands.count; ++band) {
-        const Range lines = bands.of(band), from = bands.source_rows(lines);
-        const T *x = source.data + block_row(nhwc, image, source.h, line, all, block.first, from.begin, false);
-        const T *d = dy + block_row(nhwc, image, source.h, dy_line, all, block.first, lines.begin, true);
-        if (!in_place) {
-          block.read(x, nhwc, nhwc ? all : source.h.source * line, (from.end - from.begin) * line, in);
-          block.read(d, nhwc, nhwc ? all : source.h.result * dy_line, (lines.end - lines.begin) * dy_line, in + x_size);
+    // place(x, dy, rows of x, lines, at): at = where the first pixels of a band are
+    auto add = [&](auto zero, int64_t pixel, auto place) {
+      using S = decltype(zero);
+      PixelSums<S> of{{true, source.h, source.w, 1, 1, pixel, nullptr},
+                      h,
+                      w,
+                      nullptr,
+                      in + size,
+                      sums + (slice * all + block.first) * taps,
+                      block.width,
+                      block.channels};
+      of.clear();
+      for (int64_t image = slice * source.batch / slices; image < end; ++image)
+        for (int64_t band = 0; band < bands.count; ++band) {
+          const Range lines = bands.of(band), from = bands.source_rows(lines);
+          const T *x = source.data + block_row(nhwc, image, source.h, line, all, block.first, from.begin, false);
+          const T *d = dy + block_row(nhwc, image, source.h, dy_line, all, block.first, lines.begin, true);
+          const S *at[2];
+          place(x, d, from.end - from.begin, lines.end - lines.begin, at);
+          of.source.data = at[0] - from.begin * line * pixel, of.dy = at[1] - lines.begin * dy_line * pixel;
+          of.add(lines);
         }
-        of.source.data = (in_place ? reinterpret_cast<const A *>(x) : in) - from.begin * line * pixel;
-        of.dy = (in_place ? reinterpret_cast<const A *>(d) : in + x_size) - lines.begin * dy_line * pixel;
-        of.add(lines);
+      of.flush();
+    };
+    if constexpr (kInPlace<T>)
+      if (block.in_place) {
+        add(T(), all, [](const T *x, const T *d, int64_t, int64_t, const T **at) { at[0] = x, at[1] = d; });
+        return kOk;
       }
-    of.flush();
+    add(A(), block.width, [&](const T *x, const T *d, int64_t rows, int64_t dy_rows, const A **at) {
+      block.read(x, nhwc, nhwc ? all : source.h.source * line, rows * line, in);
+      block.read(d, nhwc, nhwc ? all : source.h.result * dy_line, dy_rows * dy_line, in + x_size);
+      at[0] = in, at[1] = in + x_size;
+    });
     return kOk;
   }));
   return add_slices(sums, slices, all * taps, dweight), kOk;
