@@ -575,7 +575,9 @@ void sum_out_channels(const T *dy, bool nhwc, int64_t batch, int64_t positions, 
 template <typename T>
 Source<T> source_of(const Conv2dAttrs &op, const Conv2dShape &s, const T *data, bool transposed) {
   auto axis = [&](int i, int64_t in, int64_t out, int64_t kernel) {
-    return Axis{transposed ? out : in, transposed ? in : out, kernel,    op.stride.value[i],
+    // a stride beyond the image leaves one position, whatever it is: a small one does not overflow
+    const int64_t stride = std::min(op.stride.value[i], op.padded_size(in, i));
+    return Axis{transposed ? out : in, transposed ? in : out, kernel,    stride,
                 op.padding.value[i],   op.dilation.value[i],  transposed};
   };
   const Axis h = axis(0, s.height, s.out_h, s.kernel_h), w = axis(1, s.width, s.out_w, s.kernel_w);

@@ -34,6 +34,8 @@ struct Conv2dAttrs : Conv2dParams {
     const int64_t batch = x.product(0, x.ndim - 3), outs = weight.shape[0];
     return {batch, in.channels, in.height, in.width, outs, kernel.height, kernel.width, out.height, out.width};
   }
+  // The size of x along an axis, with the zeros around it.
+  int64_t padded_size(int64_t in, int axis) const { return in + 2 * padding.value[axis]; }
 
  protected:
   struct Image {
@@ -70,6 +72,12 @@ struct Conv2dAttrs : Conv2dParams {
                   "%s: weight has shape %s and x %s, expected a kernel that fits with padding %s and dilation %s", op,
                   ShapeText(weight).text, ShapeText(x).text, ShapeText(padding.value, 2).text,
                   ShapeText(dilation.value, 2).text);
+    // so that indices in an image with the zeros around it do not overflow
+    const int64_t most_channels = std::max<int64_t>({in.channels, out_channels, 1});
+    const int64_t pixels = bounded_product(padded_size(in.height, 0), padded_size(in.width, 1));
+    if (in.height >= 0 && in.width >= 0 && bounded_product(pixels, most_channels) > kMostElements)
+      return fail(kInvalidArgument, "%s: x has shape %s, expected at most 2**50 elements with padding %s", op,
+                  ShapeText(x).text, ShapeText(padding.value, 2).text);
     *y = x;
     if (!x.rank_known()) return kOk;
     int64_t *last = y->shape + y->ndim - 3;
@@ -81,8 +89,7 @@ struct Conv2dAttrs : Conv2dParams {
   // The size of y along an axis; 0 if the kernel does not fit.
   int64_t out_size(int64_t in, int64_t kernel, int axis) const {
     if (in < 0 || kernel < 1) return kernel ? kUnknownDim : 0;
-    const int64_t padded = in + bounded_product(2, padding.value[axis]);
-    const int64_t room = padded - bounded_product(dilation.value[axis], kernel - 1) - 1;
+    const int64_t room = padded_size(in, axis) - bounded_product(dilation.value[axis], kernel - 1) - 1;
     return room < 0 ? 0 : room / stride.value[axis] + 1;
   }
 

@@ -19,11 +19,16 @@ CASES = [
     ((1, 35, 91, 70), (3, 5), 2, 1, 1),
     ((2, 64, 2, 3), (3, 3), 3, 2, 1),
     ((5, 3, 20, 20), (3, 3), 1, 1, 1),
+    ((2, 80, 9, 8), (3, 3), 2, 1, 1),
 ]
 
 
 def whole(*shape, dtype):
     return np.random.default_rng(sum(shape)).integers(-2, 3, shape).astype(dtype)
+
+
+def laid(array, layout):
+    return array if layout == "NCHW" else np.ascontiguousarray(np.moveaxis(array, 1, -1))
 
 
 def convolve(x, weight, stride, padding, dilation):
@@ -50,9 +55,11 @@ def convolve(x, weight, stride, padding, dilation):
     return y, backward
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_whole_numbers_are_exact(case, dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
     shape, kernel, stride, padding, dilation = case
     x, weight, bias = (whole(*s, dtype=dtype) for s in (shape, (shape[1], 1, *kernel), shape[1:2]))
     y, backward = convolve(x, weight, stride, padding, dilation)
@@ -60,16 +67,41 @@ def test_whole_numbers_are_exact(case, dtype):
     exact = y + bias[:, None, None].astype(np.int64), *backward(dy)
     attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": shape[1]}
     for layout in ("NCHW", "NHWC"):
-
-        def laid(array):
-            return array if layout == "NCHW" else np.ascontiguousarray(np.moveaxis(array, 1, -1))  # noqa: B023
-
+        of_x, of_weight, of_dy = (laid(array, layout) for array in (x, weight, dy))
         found = (
-            arrays.conv2d(laid(x), laid(weight), bias, layout=layout, **attrs),
-            *arrays.conv2d_backward(laid(dy), laid(x), laid(weight), layout=layout, **attrs)[:2],
+            arrays.conv2d(of_x, of_weight, bias, layout=layout, **attrs),
+            *arrays.conv2d_backward(of_dy, of_x, of_weight, layout=layout, **attrs)[:2],
         )
         for name, one, other in zip(("y", "dx", "dweight"), found, exact, strict=True):
-            np.testing.assert_array_equal(one, laid(other).astype(dtype), f"{layout} {name}")
+            np.testing.assert_array_equal(one, laid(other, layout).astype(dtype), f"{layout} {name}")
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+def test_a_stride_beyond_the_image_is_any_such_stride(groups):
+    """A depthwise dx wrote outside of its memory, and the forward prefetched 2**50 rows."""
+    x, weight = (whole(*s, dtype="float32") for s in ((1, 16, 3, 512), (16, 16 // groups, 3, 3)))
+    for layout in ("NCHW", "NHWC"):
+        one, other = (laid(array, layout) for array in (x, weight))
+        dy, found = whole(*laid(whole(1, 16, 1, 512, dtype="float32"), layout).shape, dtype="float32"), []
+        for stride in (5, 2**50):
+            attrs = {"stride": (stride, 1), "padding": 1, "groups": groups, "layout": layout}
+            found.append((arrays.conv2d(one, other, **attrs), *arrays.conv2d_backward(dy, one, other, **attrs)))
+        for near, far in zip(*found, strict=True):
+            np.testing.assert_array_equal(near, far)
+
+
+def test_padding_that_no_index_can_have_is_refused():
+    """An image with its zeros had 2**68 elements, of which 64 bits are 0."""
+    x, weight = np.ones((1, 4, 4, 4), "float32"), np.ones((5, 4, 3, 3), "float32")
+    with pytest.raises(ValueError, match="at most 2\\*\\*50 elements with padding"):
+        arrays.conv2d(x, weight, padding=2**33 - 2, stride=2**33)
+
+
+def test_padding_and_dilation_far_beyond_the_image():
+    x, weight, far = whole(1, 16, 3, 5, dtype="float32"), whole(16, 1, 2, 3, dtype="float32"), 2**40
+    y, _ = convolve(x, weight, (9, 1), (9, 1), (9, 1))
+    found = arrays.conv2d(x, weight, stride=(far, 1), padding=(far, 1), dilation=(far, 1), groups=16)
+    np.testing.assert_array_equal(found, y)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
