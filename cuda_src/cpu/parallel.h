@@ -74,8 +74,17 @@ void parallel_pieces(int64_t n, int64_t piece, F f) {
   parallel(ceil_div(n, piece), [&](int64_t i) { f(i * piece, i * piece + piece < n ? i * piece + piece : n); });
 }
 
+// The size of the pieces of n independent elements, at most `most`. Where these would be fewer than the threads, all of
+// which wake for the second piece, each has a share. An eighth of `most` may be as costly as waking.
+inline int64_t shared_piece(int64_t n, int64_t most) {
+  const int64_t share = ceil_div(n, threads()), least = ceil_div(most, 8);
+  return n <= most || share > most ? most : share < least ? least : share;
+}
+
 // The rows of n elements that make a task.
-inline int64_t rows_per_task(int64_t n) { return n < kGrain ? kGrain / (n > 0 ? n : 1) : 1; }
+inline int64_t rows_per_task(int64_t rows, int64_t n) {
+  return shared_piece(rows, n < kGrain ? kGrain / (n > 0 ? n : 1) : 1);
+}
 
 // Not inlined, so that each loop gets all registers.
 template <bool stream, typename T, class F>
@@ -94,7 +103,8 @@ template <bool stream, typename T, class F>
 template <typename T, class F>
 void each(const T *y, int64_t n, bool stream, F f) {
   stream = stream && worth_streaming(n * sizeof(T));
-  parallel_pieces(n, kGrain, [=](int64_t begin, int64_t end) {
+  constexpr int64_t kUnit = 64;  // whole lines
+  parallel_pieces(n, shared_piece(ceil_div(n, kUnit), kGrain / kUnit) * kUnit, [=](int64_t begin, int64_t end) {
     stream ? each_piece<true>(y, begin, end, f) : each_piece<false>(y, begin, end, f);
   });
 }

@@ -8,7 +8,7 @@ inline namespace AOT_ISA {
 // f(i) for each of `rows` rows of n elements, in threads where the matrix is large.
 template <class F>
 void each_row(int64_t rows, int64_t n, F f) {
-  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+  parallel_pieces(rows, rows_per_task(rows, n), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) f(i);
   });
 }

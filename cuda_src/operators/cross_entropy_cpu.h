@@ -237,7 +237,7 @@ void cross_entropy_loop(const T *x, Targets targets, const Extras<T> &extras, T 
   const bool stream = slope && worth_streaming(rows * n * sizeof(T));
   if (extras.any()) {
     const CrossEntropyExtraRow<T> row{extras, n, static_cast<A>(smoothing), stream};
-    return parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+    return parallel_pieces(rows, rows_per_task(rows, n), [=](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const bool ignored = targets.ignored(i);
         write_loss(
@@ -247,7 +247,7 @@ void cross_entropy_loop(const T *x, Targets targets, const Extras<T> &extras, T 
     });
   }
   const CrossEntropyRow<T> row{n, static_cast<A>(smoothing), stream};
-  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+  parallel_pieces(rows, rows_per_task(rows, n), [=](int64_t begin, int64_t end) {
     A *buffer = slope ? row_buffer<T>(n) : nullptr;
     for (int64_t i = begin; i < end; ++i) {
       const T *x_row = x + i * n, *next = i + 1 < end ? x_row + n : x_row;
@@ -269,7 +269,7 @@ void cross_entropy_loop(const T *x, Targets targets, const Extras<T> &extras, T 
 template <typename T, class Scale>
 void scale_loop(const T *slope, T *dx, int64_t rows, int64_t n, Scale scale) {
   const bool stream = worth_streaming(rows * n * sizeof(T));
-  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+  parallel_pieces(rows, rows_per_task(rows, n), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Accumulate<T> factor = scale(i);
       if (factor == 1 && dx == slope) continue;

@@ -401,7 +401,7 @@ Status paged_attention_cpu(const PagedAttention &op, const Tensor *in, const Ten
     const PagedSizes &z = x.z;
     const Partial<A> partial(out[op.kWork].as<A>(), z);
     AOT_TRY(FewRows<T>::are(z) ? attend_few(x, partial) : attend_many(x, partial));
-    const int64_t piece = rows_per_task(z.chunks * z.v_dim);
+    const int64_t piece = rows_per_task(z.all_rows(), z.chunks * z.v_dim);
     return try_parallel(ceil_div(z.all_rows(), piece), [&](int64_t i) -> Status {
       for (int64_t row = i * piece, end = std::min(row + piece, z.all_rows()); row < end; ++row)
         AOT_TRY(combine(x, partial, row, out[op.kY].as<T>()));

@@ -31,7 +31,7 @@ void qkv_loop(const HeadAddresses<T> &heads, const W *cos, const W *sin, const T
   const RopeSizes z = table.z;
   const bool whole = packs ? streams(heads.packed, z) : streams(heads.separate[0], z) && streams(heads.separate[1], z);
   const bool stream = z.half && whole;
-  parallel_pieces(z.x_rows(), rows_per_task(z.dim), [=](int64_t begin, int64_t end) {
+  parallel_pieces(z.x_rows(), rows_per_task(z.x_rows(), z.dim), [=](int64_t begin, int64_t end) {
     if (!stream) return move_heads<interleaved, false, packs>(heads, cos, sin, table, begin, end);
     move_heads<interleaved, true, packs>(heads, cos, sin, table, begin, end);
     end_stream();

@@ -23,7 +23,7 @@ template <bool interleaved, typename T, typename W>
 void rope_loop(const T *x, const W *cos, const W *sin, T *y, const TableRows &table, Accumulate<T> sign) {
   const RopeSizes z = table.z;
   const bool stream = streams(y, z);
-  parallel_pieces(z.x_rows(), rows_per_task(z.dim), [=](int64_t begin, int64_t end) {
+  parallel_pieces(z.x_rows(), rows_per_task(z.x_rows(), z.dim), [=](int64_t begin, int64_t end) {
     if (!stream) return rotate_rows<interleaved, false>(x, cos, sin, y, table, begin, end, sign);
     rotate_rows<interleaved, true>(x, cos, sin, y, table, begin, end, sign);
     end_stream();

@@ -132,7 +132,7 @@ void rope_sums_loop(OfHeads heads, W *dcos, W *dsin, const TableRows &table) {
   const RopeSizes z = table.z;
   using Sum = typename VectorOf<double, kLanes<T>>::type;
   const int64_t work = z.x_rows() * z.dim / (z.rows > 0 ? z.rows : 1);
-  parallel_pieces(z.rows, rows_per_task(work + 1), [=](int64_t begin, int64_t end) {
+  parallel_pieces(z.rows, rows_per_task(z.rows, work + 1), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto write = [=](W *to, int64_t j, const Sum &sum, auto part) {
         if (to) store(to + i * z.width + j, __builtin_convertvector(sum, Vec<T>), part);

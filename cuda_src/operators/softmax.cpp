@@ -90,7 +90,7 @@ template <typename T>
 // f(i, rows) for groups of short rows.
 template <typename T, class F>
 void each_group(int64_t rows, int64_t n, F f) {
-  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+  parallel_pieces(rows, rows_per_task(rows, n), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += kLanes<T>) f(i, end - i < kLanes<T> ? end - i : kLanes<T>);
   });
 }
@@ -100,7 +100,7 @@ void softmax_loop(const T *x, T *y, int64_t rows, int64_t n) {
   const bool stream = worth_streaming(rows * n * sizeof(T));
   if (n <= kShortRow<T> && !stream)
     return each_group<T>(rows, n, [=](int64_t i, int64_t rows) { short_softmax(x + i * n, y + i * n, rows, n); });
-  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+  parallel_pieces(rows, rows_per_task(rows, n), [=](int64_t begin, int64_t end) {
     A *buffer = row_buffer<T>(n);
     for (int64_t i = begin; i < end; ++i) {
       const T *next = x + (i + 1 < end ? i + 1 : i) * n;
@@ -129,7 +129,7 @@ void softmax_backward_loop(const T *dy, const T *y, T *dx, int64_t rows, int64_t
   if (n <= kShortRow<T> && !stream)
     return each_group<T>(
         rows, n, [=](int64_t i, int64_t rows) { short_softmax_backward(dy + i * n, y + i * n, dx + i * n, rows, n); });
-  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+  parallel_pieces(rows, rows_per_task(rows, n), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       softmax_backward_row(dy + i * n, y + i * n, dx + i * n, i + 1 < end ? n : 0, n, stream);
     if (stream) end_stream();
@@ -147,7 +147,7 @@ constexpr int64_t kColumns = 16 * kLanes<T>;
 template <typename T, class F>
 void each_column_group(int64_t outer, int64_t n, int64_t inner, F f) {
   const int64_t groups = ceil_div(inner, kColumns<T>);
-  parallel_pieces(outer * groups, rows_per_task(n * kColumns<T>), [=](int64_t begin, int64_t end) {
+  parallel_pieces(outer * groups, rows_per_task(outer * groups, n * kColumns<T>), [=](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; ++g) {
       const int64_t column = g % groups * kColumns<T>, left = inner - column;
       f(g / groups * n * inner + column, left < kColumns<T> ? left : kColumns<T>);

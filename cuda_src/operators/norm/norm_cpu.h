@@ -404,7 +404,7 @@ Status norm_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
                                                n,
                                                op.eps(x.dtype),
                                                worth_streaming(rows * n * sizeof(T)) && aligned};
-    parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) { f.rows(begin, end); });
+    parallel_pieces(rows, rows_per_task(rows, n), [=](int64_t begin, int64_t end) { f.rows(begin, end); });
     return kOk;
   };
   return dispatch_floating(x.dtype, [&](auto of_x) {
