@@ -285,10 +285,10 @@ Status convolve_depthwise(const char *op, const Source<T> &source, PixelBands ba
   const int64_t kernel = source.h.kernel * source.w.kernel, all = source.all, blocks = ceil_div(all, Block::kWidth);
   const int64_t line = source.w.source, result_line = source.w.result;
   const bool nhwc = source.nhwc, in_place = worth_in_place(source);
-  while (threads() > 1 && source.batch * blocks * bands.count < 2 * threads() && bands.lines > 8)
-    bands.divide(ceil_div(bands.lines, 2));
-  // a task takes several blocks that lie beside each other, of a few pixels at a time, if there are enough tasks
-  int64_t run = in_place ? source.batch * bands.count * blocks / (4 * threads()) : 1;
+  // In place, lines are divided before blocks are, which lie beside each other: a few pixels of all at a time.
+  const int64_t whole = source.batch * (in_place ? 1 : blocks), enough = (in_place ? 4 : 2) * threads();
+  while (threads() > 1 && whole * bands.count < enough && bands.lines > 8) bands.divide(ceil_div(bands.lines, 2));
+  int64_t run = in_place ? source.batch * bands.count * blocks / enough : 1;
   run = run < 1 ? 1 : run < blocks ? run : blocks;
   const int64_t runs = ceil_div(blocks, run);
   const Buffer<A> weights(blocks * kernel * Block::kWidth), biases(blocks * Block::kWidth);
