@@ -115,8 +115,7 @@ def _elsewhere(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def collected():
-    """What this process has by now is not looked at by garbage collections: of what other tests have compiled, one takes
-    two seconds."""
+    """A garbage collection looks at nothing that this process has by now. After JAX's tests, one takes two seconds."""
     gc.collect()
     gc.freeze()
 

@@ -101,7 +101,7 @@ struct ChannelBlock {
     const int64_t width = n > kLanes<T> ? kWidth : kLanes<T>;
     return {first, n, width, in_place && n == width};
   }
-  // Of the channels of several blocks, those from the first on that are alike.
+  // The leading blocks of the range that are read where they lie, as one; or its first block.
   static ChannelBlock of(Range blocks, int64_t all, bool in_place) {
     ChannelBlock block = of(blocks.begin, all, in_place);
     for (int64_t i = blocks.begin + 1; block.in_place && i < blocks.end && of(i, all, in_place).in_place; ++i)

@@ -1,6 +1,6 @@
 // Products of 16-bit matrices on tensor cores, on any GPU from Ampere on: CUTLASS's kernels with mma.sync and cp.async.
 // Used on GPUs before Hopper, and for layouts that the Hopper kernels do not support, where cuBLASLt is not available.
-// Each dtype has a source file of its own, so that they compile side by side: each takes minutes.
+// One source file has both dtypes: most of what it takes to compile is templates that know no dtype.
 #pragma once
 #include <cutlass/cutlass.h>
 #include <cutlass/epilogue/thread/linear_combination.h>

@@ -1,7 +1,7 @@
 // Products on Hopper's tensor cores: CUTLASS's kernels with wgmma and TMA, whose epilogue adds the bias, stores the
 // pre-activation if wanted, and applies the activation. wgmma reads 16-bit operands in either major order, so every
-// layout of them is supported, and TF32 along k only. Each dtype has a source file of its own, so that they compile
-// side by side: each takes minutes.
+// layout of them is supported, and TF32 along k only. One source file has both dtypes of 16 bits: most of what it takes
+// to compile is CuTe's layouts, which know no dtype.
 #pragma once
 #include <cutlass/cutlass.h>
 #include <cutlass/gemm/device/gemm_universal_adapter.h>

@@ -139,7 +139,7 @@ def test_a_hash_is_that_of_the_code(tree):
         ("operators/norm/norm.cuh", {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"}),
         ("cuda/softmax.cuh", {"softmax", "cross_entropy", "cross_entropy_lse", "linear_cross_entropy"}),
         (
-            "gemm/gemm_bfloat16_sm90.cu",
+            "gemm/gemm_16bit_sm90.cu",
             {"linear", "linear_cross_entropy", "linear_cross_entropy_lse", "matmul", "lltm", "conv2d"},
         ),
         ("conv/conv2d_sm90.cu", {"conv2d"}),
