@@ -5,6 +5,7 @@
 // dimensions that were symbolic when the program was made.
 #include "xla.h"
 
+#include <cfenv>
 #include <cstdlib>
 #include <exception>
 #include <functional>
@@ -134,6 +135,21 @@ class Scratch {
   void *data_ = nullptr;
 };
 
+// XLA's threads flush subnormal numbers to zero while they run a program. An entry keeps these, as in every framework,
+// and so do the threads that it starts: OpenMP's inherit the setting, and compute for torch and NumPy later.
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    std::fegetenv(&of_xla_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { std::fesetenv(&of_xla_); }
+  DefaultFloats(const DefaultFloats &) = delete;
+
+ private:
+  std::fenv_t of_xla_;
+};
+
 Status call(const xla::CallFrame &frame, Device device, void *stream) {
   const BoundEntry *bound;
   AOT_TRY(find_bound(attribute(frame.attrs, "entry"), device, attribute(frame.attrs, "attrs"), &bound));
@@ -164,6 +180,7 @@ Status call(const xla::CallFrame &frame, Device device, void *stream) {
     AOT_TRY(scratch.allocate(bound->name.c_str(), elements * element_bytes(out_dtypes[last])));
     a.push(scratch.data(), 1, &elements, out_dtypes[last]);
   }
+  const DefaultFloats floats;
   return f.adopt(f.entry(a.n, a.params, a.ndims, a.shapes, a.dtypes, stream, bound->extra));
 }
 

@@ -885,3 +885,15 @@ def test_lltm_module():
     expected = _lltm(x, parameters["weights"], parameters["bias"], h, c)
     got = jax.jit(cell.apply)(parameters, x, (h, c))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize("environment", [{}, {"AOTOPS_THREADS": "own"}], ids=["openmp", "own"])
+def test_subnormal_numbers_are_kept(python, environment):
+    """XLA's thread flushes them to zero, and so would the threads that the first call starts, in all later calls."""
+    program = (
+        "import numpy as np, jax\n"
+        "from aotops.frontends import jax as ours, numpy as arrays\n"
+        "x = np.full(1 << 20, 1e-39, np.float32)\n"
+        "print((np.asarray(jax.jit(ours.add)(x, x)) == x + x).all(), (arrays.add(x, x) == x + x).all())"
+    )
+    assert python(program, OMP_NUM_THREADS="2", JAX_PLATFORMS="cpu", **environment).split() == ["True", "True"]

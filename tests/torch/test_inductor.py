@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+pytest.importorskip("torch._inductor.lowering")  # with which the operators' decompositions are registered
+
 import torch.nn.functional as F  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
