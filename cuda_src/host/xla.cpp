@@ -135,21 +135,6 @@ class Scratch {
   void *data_ = nullptr;
 };
 
-// XLA's threads flush subnormal numbers to zero while they run a program. An entry keeps these, as in every framework,
-// and so do the threads that it starts: OpenMP's inherit the setting, and compute for torch and NumPy later.
-class DefaultFloats {
- public:
-  DefaultFloats() {
-    std::fegetenv(&of_xla_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloats() { std::fesetenv(&of_xla_); }
-  DefaultFloats(const DefaultFloats &) = delete;
-
- private:
-  std::fenv_t of_xla_;
-};
-
 Status call(const xla::CallFrame &frame, Device device, void *stream) {
   const BoundEntry *bound;
   AOT_TRY(find_bound(attribute(frame.attrs, "entry"), device, attribute(frame.attrs, "attrs"), &bound));
@@ -180,7 +165,6 @@ Status call(const xla::CallFrame &frame, Device device, void *stream) {
     AOT_TRY(scratch.allocate(bound->name.c_str(), elements * element_bytes(out_dtypes[last])));
     a.push(scratch.data(), 1, &elements, out_dtypes[last]);
   }
-  const DefaultFloats floats;
   return f.adopt(f.entry(a.n, a.params, a.ndims, a.shapes, a.dtypes, stream, bound->extra));
 }
 
@@ -221,8 +205,26 @@ xla::Error *handle(const xla::CallFrame *frame, const Handler &handler) noexcept
   return status ? error(frame->api, status) : nullptr;
 }
 
+// XLA flushes subnormal numbers to zero in the threads that run a program on the CPU. Entries compute with them, as in
+// every other framework. Threads inherit the setting when they are started: OpenMP's would keep it for torch and NumPy.
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    std::fegetenv(&of_xla_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { std::fesetenv(&of_xla_); }
+  DefaultFloats(const DefaultFloats &) = delete;
+
+ private:
+  std::fenv_t of_xla_;
+};
+
 }  // namespace
 
-AOT_API xla::Error *aot_xla_cpu(xla::CallFrame *frame) { return handle(frame, kOnCpu); }
+AOT_API xla::Error *aot_xla_cpu(xla::CallFrame *frame) {
+  const DefaultFloats floats;
+  return handle(frame, kOnCpu);
+}
 AOT_API xla::Error *aot_xla_cuda(xla::CallFrame *frame) { return handle(frame, kOnCuda); }
 AOT_API xla::Error *aot_xla_cuda_scratch(xla::CallFrame *frame) { return handle(frame, kOnCudaWithScratch); }
