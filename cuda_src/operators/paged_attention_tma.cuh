@@ -150,6 +150,7 @@ class PagedTiles {
   __device__ void limit(int end) {
     end_ = min(end_, end);
     if (key_ >= end_) present_ = false, steps_ = 0;
+    else steps_ = min(steps_, (end_ - key_ - 1) / Shape::kStep);
   }
   // Loads the next tile, if there is one.
   __device__ void load(int stage) {
