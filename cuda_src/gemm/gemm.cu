@@ -9,6 +9,8 @@
 #include "gemm_tf32.h"
 #include "gemm_unaligned.h"
 #include "tile.cuh"
+#include "transpose.cuh"
+#include "transposed.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -204,6 +206,38 @@ Status gemm_tf32_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t 
 #endif
 }
 
+// A product a^T b in TF32 on Hopper, as one of a's and b's transposed copies behind cuBLASLt's scratch, where there is
+// room for them: some terms at a time, which are added in their order.
+Status gemm_tf32_of_t(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
+  *done = false;
+  const bool plain = gemm.count == 1 && !gemm.bias && !gemm.activation && !gemm.pre_activation;
+  const bool takes = plain && gemm.dtype == DType::float32 && gemm.allow_tf32 && gemm.a.transposed &&
+                     !gemm.b.transposed && prefers_cublaslt(gemm) && has_vectors(gemm);
+  const int64_t terms = takes ? transposed_terms(gemm.m, gemm.n, gemm.k) : 0;
+  const int64_t bytes = terms * (gemm.m + gemm.n) * int64_t(sizeof(float));
+  if (!terms || gemm.workspace_bytes < kLibraryBytes + bytes || !aligned(gemm.workspace)) return kOk;
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  if (limits.major != 9) return kOk;
+  float *const a = reinterpret_cast<float *>(static_cast<char *>(gemm.workspace) + kLibraryBytes);
+  float *const b = a + gemm.m * terms;
+  for (int64_t first = 0; first < gemm.k; first += terms) {
+    GemmParams part = gemm;
+    part.k = std::min(terms, gemm.k - first), part.adds = gemm.adds || first, part.workspace_bytes = kLibraryBytes;
+    part.a = {a, terms, false}, part.b = {b, terms, true};
+    const auto copy = [&](const Operand &from, float *to, int64_t lines) {
+      return transpose_lines(op, static_cast<const float *>(from.data) + first * from.stride, from.stride, to, terms,
+                             part.k, lines, stream);
+    };
+    AOT_TRY(copy(gemm.a, a, gemm.m));
+    AOT_TRY(copy(gemm.b, b, gemm.n));
+    AOT_TRY(gemm_cublaslt(op, part, stream, done));
+    if (!*done && first) return fail(kDeviceError, "%s: cuBLASLt has no algorithm for the last terms", op);
+    if (!*done) return kOk;
+  }
+  return kOk;
+}
+
 Status gemm_on_ampere(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
   constexpr int64_t kMaxBatch = 65535;  // of a grid
   *done = false;
@@ -337,6 +371,9 @@ Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
   const bool half = itemsize(gemm.dtype) == 2, library_first = prefers_cublaslt(gemm);
   if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
   using Kernel = Status (*)(const char *, const GemmParams &, cudaStream_t, bool *);
+  bool transposed = false;
+  AOT_TRY(gemm_tf32_of_t(op, gemm, stream, &transposed));
+  if (transposed) return kOk;
   const Kernel order[2][5] = {
       {gemm_tf32_on_hopper, gemm_unaligned_on_hopper, gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},
       {gemm_tf32_on_hopper, gemm_unaligned_on_hopper, gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}};

@@ -3,7 +3,7 @@
 #pragma once
 #include <algorithm>
 
-#include "gemm/matrix.h"
+#include "gemm/transposed.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -142,7 +142,8 @@ struct LinearBackward : LinearAttrs {
     if (x.known() && y.known()) {
       const LinearLines lines(x, weight, 2);
       work = grad_elements(y, lines) + partial_elements(dbias->shape[0]) + lines.x_elements() +
-             lines.weight_elements() + library_workspace(y.size(), x.shape[x.ndim - 1]);
+             lines.weight_elements() + library_workspace(y.size(), x.shape[x.ndim - 1]) +
+             transposed_elements(lines.out, lines.in, lines.rows, x.dtype, allow_tf32);
     }
     *scratch = Spec::vector(accumulate_dtype(x.dtype), work);
     return kOk;

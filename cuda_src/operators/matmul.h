@@ -1,7 +1,7 @@
 // matmul: y = a b for each pair of matrices along the leading axes, which broadcast; either may be stored transposed.
 // The gradients are products too, da = dy b^T and db = a^T dy, summed over the axes that a or b was broadcast along.
 #pragma once
-#include "gemm/matrix.h"
+#include "gemm/transposed.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -99,7 +99,10 @@ struct Matmul : MatmulAttrs {
   Status infer(const Tensor *in, Spec *out) const {
     AOT_TRY(check(name, in[0], in[1], &out[0]));
     out[1] = Spec::vector(accumulate_dtype(in[0].dtype), kUnknownDim);
-    if (in[0].known() && in[1].known()) out[1].shape[0] = library_workspace(out[0].size(), k(in[0]));
+    if (!in[0].known() || !in[1].known()) return kOk;
+    out[1].shape[0] = library_workspace(out[0].size(), k(in[0]));
+    if (transpose_a && !transpose_b && in[0].ndim == 2 && in[1].ndim == 2)
+      out[1].shape[0] += transposed_elements(m(in[0]), n(in[1]), k(in[0]), in[0].dtype, allow_tf32);
     return kOk;
   }
 };
@@ -117,7 +120,8 @@ struct MatmulBackward : MatmulAttrs {
     out[0] = a, out[1] = b;
     out[2] = Spec::vector(accumulate_dtype(a.dtype), kUnknownDim);
     if (a.known() && b.known())
-      out[2].shape[0] = scratch_da(a, b, y) + scratch_db(a, b, y) + library_workspace(y.size(), k(a));
+      out[2].shape[0] =
+          scratch_da(a, b, y) + scratch_db(a, b, y) + library_workspace(y.size(), k(a)) + db_copies(a, b, y);
     return kOk;
   }
 
@@ -140,6 +144,11 @@ struct MatmulBackward : MatmulAttrs {
   }
 
  private:
+  // Elements for the copies of a and dy, where db is one product of both as they lie.
+  int64_t db_copies(const Spec &a, const Spec &b, const Spec &y) const {
+    if (transpose_a || batch(b) != 1 || batch(a) != batch(y)) return 0;
+    return transposed_elements(k(a), n(b), a.size() / std::max<int64_t>(k(a), 1), a.dtype, allow_tf32);
+  }
   static int64_t batch(const Spec &x) { return x.product(0, x.ndim - 2); }
   static int64_t matrix_size(const Spec &x) { return x.product(x.ndim - 2, x.ndim); }
 };

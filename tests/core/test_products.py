@@ -213,3 +213,20 @@ def test_gelu_in_tf32(shape):
     with_gradient = ours.linear(x.requires_grad_(), weight, bias, "gelu", True)
     for found in (y, ours.linear(x.detach(), weight, bias, "gelu", True), with_gradient.detach()):
         assert ((found.double() - torch.nn.functional.gelu(z.detach())).abs() <= allowed.detach()).all()
+
+
+@pytest.mark.parametrize("shape", [(2048, 2052, 1028), (2304, 2052, 9000), (2048, 1000, 1028)], ids=str)
+def test_terms_along_columns_in_tf32(shape):
+    """On Hopper factors are copied and transposed, all terms at once or in parts, where they are large. Sums of small
+    integers, which TF32 holds, are exact."""
+    m, n, k = shape
+    a, b = (among_nans(k, size, dtype=torch.float32) for size in (m, n))
+    exact = a.double().T @ b.double()
+    weight = among_nans(m, n, dtype=torch.float32).requires_grad_()
+    names, y = kernels_of(lambda: ours.matmul(a, b, transpose_a=True, allow_tf32=True))
+    (dweight,) = torch.autograd.grad(ours.linear(b, weight, allow_tf32=True), weight, a)
+    (db,) = torch.autograd.grad(ours.matmul(a, weight, allow_tf32=True), weight, b)
+    for found in (y, dweight, db):
+        assert torch.equal(found.double(), exact)
+    if torch.cuda.get_device_capability() == (9, 0) and not os.environ.keys() & {"AOTOPS_GEMM", "AOTOPS_CUBLASLT"}:
+        assert any("transpose_lines" in name for name in names) == (n > 2000), names
