@@ -27,7 +27,14 @@ struct LogitChunks {
   int64_t chunk;  // the most rows at a time
   bool sized;     // whether the dtype is known. MindSpore infers shapes without it: then for the largest workspace
 
-  static int64_t padded(int64_t out) { return out < 0 ? kUnknownDim : (out + 7) / 8 * 8; }
+  // Where many classes are padded anyway, float32's lines begin at multiples of 128 bytes. The lanes of a warp clear
+  // what is behind a row, an element each (cross_entropy_rows.cuh). aotops/ops/_linear_cross_entropy.py has the same
+  // rule.
+  static int64_t padded(int64_t out) {
+    if (out < 0) return kUnknownDim;
+    const int64_t unit = out % 8 == 0 || out < 4096 ? 8 : 32;
+    return (out + unit - 1) / unit * unit;
+  }
 
   LogitChunks(const Spec &x, const Spec &weight)
       : rows(x.product(0, x.ndim - 1)),

@@ -162,6 +162,21 @@ def test_ignored_rows_have_no_gradient(where, dtype):
 
 
 @ON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01}], ids=str)
+def test_ignored_rows_that_are_infinite_have_no_gradient(where, dtype, options):
+    """Of so many classes the logits' rows end with 31 elements of padding, which must be 0 in the slope."""
+    x, *others = head(7, 4097, 16, where, dtype)
+    with torch.no_grad():
+        x[::2] = float("inf")
+    others[1][::2] = -100
+    y, (dx, *_) = gradients(partial(ours.linear_cross_entropy, **options), (x, *others))
+    assert y.isfinite()
+    assert not dx[::2].any()
+    assert dx[1::2].isfinite().all()
+
+
+@ON
 def test_no_rows(where):
     x, weight, target, bias = head(0, where=where)
     for reduction in ("sum", "none"):
