@@ -22,7 +22,8 @@ struct LinearLines {
   LinearLines(const Spec &x, const Spec &weight, int products)
       : rows(x.product(0, x.ndim - 1)), out(weight.shape[0]), in(x.shape[x.ndim - 1]), dtype(x.dtype) {
     constexpr int64_t kFewest = int64_t{1} << 30, kOfCopy = 500;
-    if (!kIsCuda || itemsize(dtype) != 2) return;
+    const bool half = itemsize(dtype) == 2 || dtype == DType::unknown;  // MindSpore tells shapes alone
+    if (!kIsCuda || !half) return;
     const bool odd_out = products > 1 && out % kVector, odd_in = in % kVector;
     const int64_t size = bounded_product(bounded_product(rows, out), in);
     const int64_t copied = (odd_out ? bounded_product(rows, out) : 0) +

@@ -337,6 +337,22 @@ def test_mindspore_has_room_for_the_pieces_of_paged_attention(infer_host, batch,
     assert all(found[slot].shape >= expected[slot].shape for slot in op.workspace)
 
 
+@pytest.mark.skipif("cuda" not in DEVICES, reason="the library has no CUDA entries")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(4097, 4097, 4097), (4096, 1024, 1023), (4096, 1023, 1024)])
+def test_mindspore_has_room_for_the_copies_of_odd_sizes(infer_host, rows, inputs, outputs, dtype):
+    """Which linear makes in 16 bits."""
+    linear = OPS["linear"]
+    given = {"x": TensorSpec((rows, inputs), dtype), "weight": TensorSpec((outputs, inputs), dtype)}
+    _, attrs = linear.bind(**given)
+    given["dy"] = TensorSpec((rows, outputs), dtype)
+    for op in (linear, linear.backward):
+        specs = [given.get(slot) for slot in op.inputs]
+        expected = infer(op, attrs, tuple(specs), "cuda")
+        found = infer_in_c(infer_host, op, attrs, specs, op.entry_outputs, "cuda")
+        assert found["workspace"].shape >= expected["workspace"].shape
+
+
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(call=good_calls())
 def test_symbolic_shapes_are_those_of_the_library(call):
