@@ -6,7 +6,9 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// In the first kernel: the second may start once all blocks have called this or have ended.
+// In the first kernel: the second may start once all blocks have called this or have ended. Where the second one reads,
+// before it waits, what older kernels of the operator wrote, the first one waits before it calls this. Products of
+// gemm_unaligned_sm90.cu never precede such a kernel: a warpgroup of CUTLASS's without a tile calls this at once.
 __device__ inline void launch_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

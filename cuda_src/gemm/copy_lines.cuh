@@ -119,6 +119,8 @@ struct Copies {
 // blockIdx.z: of which.
 static __global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
     copy_lines_kernel(const __grid_constant__ Copies copies) {
+  wait_for_kernel_before();
+  launch_next();
   const CopiedLines &x = copies.of[blockIdx.z];
   LineCopy(x).run(x.rows * blockIdx.y / gridDim.y, x.rows * (blockIdx.y + 1) / gridDim.y, [](auto) {});
 }
@@ -163,7 +165,8 @@ inline Status copy_lines(const char *op, const CopiedLines *x, int count, cudaSt
   if (!present) return kOk;
   rows = ceil_div(rows, kCopyWarps * kCopyRows);
   const dim3 grid(grid_size(columns), static_cast<unsigned>(std::min<int64_t>(rows, 65535)), present);
-  return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps)}, stream, copies);
+  const bool overlap = overlaps(int64_t{grid.x} * grid.y * grid.z);
+  return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps), 0, 1, overlap}, stream, copies);
 }
 
 // partials: (parts, cols). *parts: at most, and then those that there are.

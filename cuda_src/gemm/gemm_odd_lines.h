@@ -19,8 +19,8 @@ inline int first_of_class(const Operand &a, int of_class) {
   return static_cast<int>((reinterpret_cast<uintptr_t>(a.data) / 2 + of_class * a.stride) % 8);
 }
 
-// Tiles of c: of a b, of lines of one class; of a^T b.
-constexpr int kOddRows = 256, kOddColumns = 192, kOddRowsOfT = 128, kOddColumnsOfT = 256;
+// Tiles of c: of a b, of lines of one class and either number of columns; of a^T b.
+constexpr int kOddRows = 256, kOddColumns = 192, kOddFewColumns = 128, kOddRowsOfT = 128, kOddColumnsOfT = 256;
 
 // The products of a linear's backward, dx = dy weight and dweight = dy^T x, either of them null.
 
@@ -61,15 +61,17 @@ struct OddLinesPlan {
   int64_t pairs, across;  // of tiles, all and of a row of them
   int64_t whole;          // pairs of the first rows, whose sums are taken at once: of a^T b some, of a b all or none
   int slices;             // of the sums of the pairs behind these
+  int columns;            // of a tile
 };
 
 // Estimates in microseconds, as an H200 takes them, decide between these products and usual ones with a copy
 // (docs/lab_notes.md, products of odd sizes). A block's tile takes as long as its terms, and a little for its ends.
 // Slices of the sums are written and read again. column_sums: with a^T b.
 inline double odd_lines_time(const GemmParams &g, int multiprocessors, const OddLinesPlan &plan, bool column_sums) {
-  constexpr double kTerm = 0.0170, kTermOfT = 0.0132, kWithSums = 1.08, kEnds = 6, kEndsOfT = 1, kPartial = 2.5e-6;
+  constexpr double kTerm = 0.0166, kTermOfT = 0.0128, kWithSums = 1.08, kEnds = 6, kEndsOfT = 1, kPartial = 2e-6;
   const bool t = g.a.transposed;
-  const double term = (t ? kTermOfT : kTerm) * (column_sums ? kWithSums : 1), ends = t ? kEndsOfT : kEnds;
+  const double term = t ? kTermOfT * (column_sums ? kWithSums : 1) : kTerm * plan.columns / kOddColumns;
+  const double ends = t ? kEndsOfT : kEnds;
   auto time = [&](int64_t items, int64_t terms) {
     return ceil_div(items, multiprocessors / 2) * (terms * term + ends);
   };
@@ -87,29 +89,35 @@ inline OddLinesPlan odd_lines_plan(const GemmParams &g, int multiprocessors) {
   int64_t rows = t ? ceil_div(g.m, kRowsOfPair) : 0;
   const int classes = line_classes(g.a.stride);
   for (int i = 0; i < classes && !t; ++i) rows += ceil_div(ceil_div(g.m - i, classes), kOddRows);
-  OddLinesPlan best = {0, ceil_div(g.n, t ? kOddColumnsOfT : 2 * kOddColumns), 0, 1};
-  best.pairs = best.whole = rows * best.across;
   const int64_t most = g.n % 8 || g.c.stride != g.n ? 1 : std::min(kMost, g.k / kFewestTerms);
-  const int64_t last = t ? best.pairs / (multiprocessors / 2) * (multiprocessors / 2) / best.across * best.across : 0;
-  double least = odd_lines_time(g, multiprocessors, best, false);
-  for (int64_t whole : {int64_t{0}, last}) {
-    const int64_t sliced = g.m - whole / best.across * kRowsOfPair;  // rows
-    if (sliced <= 0) continue;
-    const int64_t room = g.workspace_bytes / (sliced * (g.n + 1) * int64_t{sizeof(float)});
-    for (int i = 2; i <= std::min(most, room); ++i) {
-      const OddLinesPlan plan = {best.pairs, best.across, whole, i};
-      const double time = odd_lines_time(g, multiprocessors, plan, false);
-      if (time < least) least = time, best = plan;
+  OddLinesPlan best = {};
+  double least = 0;
+  auto consider = [&](const OddLinesPlan &plan) {
+    const double time = odd_lines_time(g, multiprocessors, plan, false);
+    if (!best.pairs || time < least) least = time, best = plan;
+  };
+  auto consider_tiles = [&](int columns) {
+    const int64_t across = ceil_div(g.n, t ? columns : 2 * columns), pairs = rows * across;
+    const int64_t last = t ? pairs / (multiprocessors / 2) * (multiprocessors / 2) / across * across : 0;
+    consider({pairs, across, pairs, 1, columns});
+    for (int64_t whole : {int64_t{0}, last}) {
+      const int64_t sliced = g.m - whole / across * kRowsOfPair;  // rows
+      if (sliced <= 0) continue;
+      const int64_t room = g.workspace_bytes / (sliced * (g.n + 1) * int64_t{sizeof(float)});
+      for (int i = 2; i <= std::min(most, room); ++i) consider({pairs, across, whole, i, columns});
     }
-  }
+  };
+  consider_tiles(t ? kOddColumnsOfT : kOddColumns);
+  if (!t) consider_tiles(kOddFewColumns);
   return best;
 }
 
 // Products of copies are run by gemm_unaligned_sm90.cu, or, where tiles are few, by cuBLASLt, at half the rate that it
 // has with sizes of whole vectors.
 inline double usual_time(const GemmParams &g, int multiprocessors) {
-  constexpr double kTerm = 0.0058, kEnds = 1, kLaunch = 3, kFlops = 335e6;  // kFlops: in a microsecond
+  constexpr double kTerm = 0.0058, kTermOfLow = 0.0037, kEnds = 1, kLaunch = 3, kFlops = 335e6;  // in a microsecond
   if (4 * ceil_div(g.m, 128) * ceil_div(g.n, 128) <= multiprocessors) return 2.0 * g.m * g.n * g.k / kFlops;
+  if (low_tiles(g, multiprocessors)) return g.k * kTermOfLow;  // in one round
   const int64_t rounds = unaligned_rounds(g, multiprocessors, clusters_in_rows(g, multiprocessors));
   return rounds * (g.k * kTerm + kEnds) + kLaunch;
 }

@@ -6,12 +6,13 @@
 // b's lines as many terms later: TMA takes any of them, and zeros for those before the first.
 //
 //   a, step of 64 terms    4 boxes of 64 lines of the class, half of which each block of a pair loads for both
-//   b                      3 boxes of 64 columns and 64 terms
-//   warpgroups 0 and 1     128 lines by 192 columns each: a K-major, b MN-major
+//   b                      2 or 3 boxes of 64 columns and 64 terms
+//   warpgroups 0 and 1     128 lines by 128 or 192 columns each: a K-major, b MN-major
 //   warpgroup 2            a thread loads
 //
-// A pair's blocks have neighbouring columns. Of 8192 x 768 results there are 128 tiles, for 132 multiprocessors. Where
-// there are fewer, blocks take slices of the sums, which another kernel adds.
+// A pair's blocks have neighbouring columns. Of 8192 x 768 results there are 128 tiles of 192 columns, for 132
+// multiprocessors, of 8192 x 1024 128 of 128. Where there are fewer, blocks take slices of the sums, which another kernel adds.
+#include "cuda/overlap.cuh"
 #include "cuda/pair.cuh"
 #include "cuda/sum_slices.cuh"
 #include "cuda/wgmma.cuh"
@@ -23,11 +24,8 @@ inline namespace AOT_ISA {
 namespace {
 
 constexpr int kBox = 64, kBoxBytes = kBox * 128;  // rows of 128 bytes
-constexpr int kRows = kOddRows, kCols = kOddColumns, kStages = 3;
-constexpr int kRowBoxes = kRows / kBox, kColBoxes = kCols / kBox;
+constexpr int kRows = kOddRows, kRowBoxes = kRows / kBox;
 constexpr int kMost = kRowBoxes / kPairGroups;  // boxes of rows that a warpgroup multiplies
-constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
-constexpr int kPiece = 96;  // columns that a warp stores at once
 
 struct OddLines {
   CUtensorMap a[kLineClasses], b;
@@ -40,23 +38,29 @@ struct OddLines {
   int64_t slice;    // the elements of a slice's
 };
 
+template <int kCols>
 struct Shared {
-  uint8_t boxes[kStages][kStageBytes];                      // swizzled in units of 1024 bytes
-  RowStores<__half, kPiece>::Words words[4 * kPairGroups];  // of each warp
+  static constexpr int kStages = kCols == kOddColumns ? 3 : 4, kPiece = kCols / 2;  // columns that a warp stores at once
+  static constexpr int kColBoxes = kCols / kBox, kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
+  uint8_t boxes[kStages][kStageBytes];                               // swizzled in units of 1024 bytes
+  typename RowStores<__half, kPiece>::Words words[4 * kPairGroups];  // of each warp
   uint64_t full[kStages], empty[kStages];
 };
-constexpr int kShared = sizeof(Shared);
-static_assert(kShared <= 232448, "what a block may request");
+template <int kCols>
+constexpr int kShared = sizeof(Shared<kCols>);
+static_assert(std::max(kShared<kOddColumns>, kShared<kOddFewColumns>) <= 232448, "what a block may request");
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
-template <typename T>
+template <typename T, int kCols>
 struct OddLinesBlock {
+  using Memory = Shared<kCols>;
+  static constexpr int kStages = Memory::kStages, kPiece = Memory::kPiece, kColBoxes = Memory::kColBoxes;
   using Stores = RowStores<T, kPiece>;
   using Sums = float[kMost][kCols / 2];
 
   const OddLines &p;
-  Shared &shared;
+  Memory &shared;
   int rank;  // of the block in its pair
 
   // A block's tile, from `row` on of the class's lines.
@@ -92,7 +96,7 @@ struct OddLinesBlock {
       for (int step = at.first; step < at.last; ++step, place.next()) {
         uint64_t *full = &shared.full[place.stage];
         mbarrier_wait(&shared.empty[place.stage], place.round % 2 ^ 1);
-        mbarrier_expect(full, kStageBytes);
+        mbarrier_expect(full, Memory::kStageBytes);
         tma_load_for_pair(map, a_box(place.stage) + rank * kOwn * 128, full, step * kBox, row);
 #pragma unroll
         for (int j = 0; j < kColBoxes; ++j)
@@ -200,12 +204,14 @@ struct OddLinesBlock {
 
 #endif
 
-template <typename T>
+template <typename T, int kCols>
 __global__ void __launch_bounds__(kPairThreads, 1) gemm_odd_lines_kernel(const __grid_constant__ OddLines p) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
   extern __shared__ __align__(1024) uint8_t dynamic[];
-  Shared &shared = *reinterpret_cast<Shared *>(dynamic);
-  run_pair<OddLinesBlock<T>>(p, shared, kPairGroups * kPair);
+  wait_for_kernel_before();
+  launch_next();
+  auto &shared = *reinterpret_cast<Shared<kCols> *>(dynamic);
+  run_pair<OddLinesBlock<T, kCols>>(p, shared, kPairGroups * kPair);
 #else
   __trap();  // compiled for other architectures, never launched there
 #endif
@@ -230,17 +236,23 @@ Status gemm_odd_lines_sm90(const char *op, const GemmParams &g, int multiprocess
   }
   const uint64_t size[] = {uint64_t(g.n), uint64_t(g.k)};
   if (!map_tiled<2>(&p.b, g.dtype, g.b.data, size, {g.b.stride}, {kBox, kBox})) return kOk;
-  p.across = static_cast<int>(ceil_div(g.n, kCols * kPair)), p.slices = odd_lines_plan(g, multiprocessors).slices;
+  const OddLinesPlan plan = odd_lines_plan(g, multiprocessors);
+  p.across = static_cast<int>(plan.across), p.slices = plan.slices;
   p.slice = g.m * g.n;
   p.items = tiles * p.across * p.slices;
   if (p.slices > 1) p.partials = static_cast<float *>(g.workspace);
   *done = true;
-  auto *kernel = g.dtype == DType::bfloat16 ? gemm_odd_lines_kernel<__nv_bfloat16> : gemm_odd_lines_kernel<__half>;
   const unsigned blocks = std::min(p.items, multiprocessors / kPair) * kPair;
-  AOT_TRY(launch_kernel(op, kernel, {blocks, kPairThreads, kShared, kPair}, stream, p));
-  auto add = [&](auto *c) { return sum_slices<float>(op, p.partials, p.slices, c, p.slice, stream); };
-  if (!p.partials) return kOk;
-  return g.dtype == DType::bfloat16 ? add(static_cast<__nv_bfloat16 *>(p.c)) : add(static_cast<__half *>(p.c));
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    auto launch = [&](auto *kernel, int shared) {
+      return launch_kernel(op, kernel, {blocks, kPairThreads, shared, kPair, true}, stream, p);
+    };
+    AOT_TRY(plan.columns == kOddColumns ? launch(gemm_odd_lines_kernel<T, kOddColumns>, kShared<kOddColumns>)
+                                        : launch(gemm_odd_lines_kernel<T, kOddFewColumns>, kShared<kOddFewColumns>));
+    return p.partials ? sum_slices<float>(op, p.partials, p.slices, static_cast<T *>(p.c), p.slice, stream) : kOk;
+  };
+  return g.dtype == DType::bfloat16 ? run(__nv_bfloat16()) : run(__half());
 }
 
 }  // namespace AOT_ISA

@@ -19,6 +19,13 @@ inline bool clusters_in_rows(const GemmParams &g, int multiprocessors) {
          unaligned_rounds(g, multiprocessors, true) < unaligned_rounds(g, multiprocessors, false);
 }
 
+// Whether a^T b has tiles of 64 x 128: those of 128 x 128 would leave half of the device idle, and its sums are long.
+constexpr int kLowTile = 64;
+inline bool low_tiles(const GemmParams &g, int multiprocessors) {
+  return g.a.transposed && !g.b.transposed &&
+         2 * ceil_div(g.m, kUnalignedTile) * ceil_div(g.n, kUnalignedTile) * g.count <= multiprocessors;
+}
+
 // Every layout, c in the operands' dtype; an epilogue only with K-major operands, as linear's forward has them.
 Status gemm_unaligned_sm90(const char *op, const GemmParams &gemm, int multiprocessors, cudaStream_t stream);
 

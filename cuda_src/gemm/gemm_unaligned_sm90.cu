@@ -3,6 +3,7 @@
 // zeros: CUTLASS's mainloop of ping-pong warpgroups, as in gemm_sm90.cuh. TMA cannot write c, so the epilogue is our
 // own. It adds the bias, stores the pre-activation if wanted, and applies the activation, while the other warpgroup
 // multiplies.
+#define CUTLASS_ENABLE_GDC_FOR_SM90  // its mainloop waits for the kernel before (overlap.cuh)
 #include <cutlass/cutlass.h>
 #include <cutlass/epilogue/thread/linear_combination.h>
 #include <cutlass/gemm/device/gemm_universal_adapter.h>
@@ -20,9 +21,8 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// A warp has 16 rows of each half of a tile. kActivates: whether there may be a bias, an activation or a
-// pre-activation.
-template <typename T, bool kActivates>
+// A warp has 16 of each 64 rows of a tile. kActivates: whether there may be a bias, an activation or a pre-activation.
+template <typename T, int kRows, int kColumns, bool kActivates>
 class RowEpilogue {
  public:
   using Row = cute::Stride<int64_t, cute::_1, int64_t>;
@@ -38,7 +38,7 @@ class RowEpilogue {
   using GmemTiledCopyC = void;
   using GmemTiledCopyD = void;
 
-  using Stores = RowStores<T, kUnalignedTile>;
+  using Stores = RowStores<T, kColumns>;
 
   // The operands' tiles follow, which are swizzled in units of 1024 bytes.
   struct SharedStorage {
@@ -72,22 +72,21 @@ class RowEpilogue {
 
   CUTLASS_HOST_DEVICE explicit RowEpilogue(const Params &params) : p_(params) {}
 
-  // sums: of a thread, ((2 columns, 2 rows, 16 times 8 columns), 2 halves of the tile).
+  // sums: of a thread, ((2 columns, 2 rows, kColumns / 8 times 8 columns), kRows / 64).
   template <class Problem, class Shape, class Coordinates, class Engine, class Layout, class Mma, class Left>
   CUTLASS_DEVICE void operator()(const Problem &, const Shape &, const Coordinates &at,
                                  const cute::Tensor<Engine, Layout> &sums, const Mma &, const Left &left, int thread,
                                  char *shared) const {
-    static_assert(decltype(cute::size(sums))::value == 2 * kSums, "two products of 64 x 128 a warpgroup");
+    static_assert(decltype(cute::size(sums))::value == kRows / 64 * kSums, "a warpgroup has a tile");
     const int rows = cute::get<0>(left), columns = cute::get<1>(left), warp = thread / 32;
     const Stores stores{reinterpret_cast<SharedStorage *>(shared)->words[warp], p_.stride};
-    const int64_t column = int64_t{cute::get<1>(at)} * kUnalignedTile;
+    const int64_t column = int64_t{cute::get<1>(at)} * kColumns;
     uint32_t bias[kSums / 4] = {};
     if (kActivates && p_.bias) load_bias(bias, p_.bias + column, columns);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kRows / 64; ++half) {
       const int row = half * 64 + warp * 16;  // the warp's first
-      const int64_t first =
-          cute::get<3>(at) * p_.step + (int64_t{cute::get<0>(at)} * kUnalignedTile + row) * p_.stride + column;
+      const int64_t first = cute::get<3>(at) * p_.step + (int64_t{cute::get<0>(at)} * kRows + row) * p_.stride + column;
       float v[kSums];
 #pragma unroll
       for (int i = 0; i < kSums; ++i) v[i] = sums(half * kSums + i);
@@ -151,16 +150,17 @@ class RowEpilogue {
 template <bool kTransposedA, bool kTransposedB>
 constexpr bool kForward = !kTransposedA && kTransposedB;
 
-// Tiles of 128 x 128 by ping-pong warpgroups, in clusters of two blocks that share columns of b or rows of a.
-template <typename T, bool kTransposedA, bool kTransposedB, bool kInRows = false>
+// Tiles by ping-pong warpgroups, in clusters that share columns of b, rows of a, or both.
+template <typename T, bool kTransposedA, bool kTransposedB, int kClusterRows = 2, int kClusterColumns = 1,
+          int kRows = kUnalignedTile, int kColumns = kUnalignedTile>
 struct UnalignedKernel {
   using E = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kAligned = 16 / sizeof(T);
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
-  using Tile = cute::Shape<cute::Int<kUnalignedTile>, cute::Int<kUnalignedTile>, cute::_64>;
-  using Cluster = cute::Shape<cute::Int<kInRows ? 1 : 2>, cute::Int<kInRows ? 2 : 1>, cute::_1>;
-  using Rows = RowEpilogue<T, kForward<kTransposedA, kTransposedB>>;
+  using Tile = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::_64>;
+  using Cluster = cute::Shape<cute::Int<kClusterRows>, cute::Int<kClusterColumns>, cute::_1>;
+  using Rows = RowEpilogue<T, kRows, kColumns, kForward<kTransposedA, kTransposedB>>;
   using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<Rows>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, E, std::conditional_t<kTransposedA, Column, Row>, kAligned,
@@ -185,7 +185,7 @@ struct UnalignedKernel {
     arguments.hw_info.sm_count = multiprocessors;
     Device device;
     if (device.initialize(arguments, nullptr, stream) != cutlass::Status::kSuccess ||
-        device.run(stream) != cutlass::Status::kSuccess)
+        device.run(stream, nullptr, true) != cutlass::Status::kSuccess)
       return check_cuda(op, cudaGetLastError());
     return check_launch(op);
   }
@@ -193,11 +193,15 @@ struct UnalignedKernel {
 
 template <typename T>
 Status run_layout(const char *op, const GemmParams &g, int multiprocessors, cudaStream_t stream) {
-  auto *run = g.a.transposed
-                  ? (g.b.transposed                         ? UnalignedKernel<T, true, true>::run
-                     : clusters_in_rows(g, multiprocessors) ? UnalignedKernel<T, true, false, true>::run
-                                                            : UnalignedKernel<T, true, false>::run)
-                  : (g.b.transposed ? UnalignedKernel<T, false, true>::run : UnalignedKernel<T, false, false>::run);
+  if (g.a.transposed && !g.b.transposed) {
+    auto *run = low_tiles(g, multiprocessors)          ? UnalignedKernel<T, true, false, 2, 1, kLowTile>::run
+                : clusters_in_rows(g, multiprocessors) ? UnalignedKernel<T, true, false, 1, 2>::run
+                                                       : UnalignedKernel<T, true, false>::run;
+    return run(op, g, multiprocessors, stream);
+  }
+  auto *run = g.a.transposed   ? UnalignedKernel<T, true, true>::run
+              : g.b.transposed ? UnalignedKernel<T, false, true>::run
+                               : UnalignedKernel<T, false, false>::run;
   return run(op, g, multiprocessors, stream);
 }
 

@@ -194,25 +194,27 @@ def kernels(f):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("begin", [0, 3])
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"),
+    # way: how dy comes to the products of a backward with a bias, where its lines are odd
+    ("rows", "inputs", "outputs", "way"),
     [
-        (8187, 768, 5623),  # lines of dy begin at eight places in 16 bytes
-        (8190, 768, 5622),  # at four
-        (8193, 768, 5620),  # at two
-        (8187, 761, 5623),  # x and weight are copied
-        (4090, 768, 28001),  # dx has tiles for half of a device: sums are in slices
-        (2050, 768, 30001),  # and dweight's of its last rows
-        (16381, 768, 1003),  # and all of dweight's
-        (4099, 1023, 1024),  # the products' sizes are whole vectors with the copies' zeros
-        (4096, 1023, 1024),  # dweight's too, which is copied
-        (4096, 1021, 1019),
-        (8192, 1024, 4097),  # dweight's tiles are an odd number in a column: clusters are in rows
-        (8192, 1016, 4098),
-        (1100, 768, 2053),  # too few tiles: dy is copied
-        (8187, 768, 517),
+        (8187, 768, 5623, "lines"),  # lines of dy begin at eight places in 16 bytes
+        (8190, 768, 5622, "lines"),  # at four
+        (8193, 768, 5620, "lines"),  # at two
+        (8187, 761, 5623, "lines"),  # x and weight are copied
+        (4090, 768, 28001, "lines"),  # dx has tiles for half of a device: sums are in slices
+        (2050, 768, 30001, "lines"),  # and dweight's of its last rows; dx has tiles of 128 columns
+        (16381, 768, 1003, "lines"),  # and all of dweight's
+        (4099, 1023, 1024, None),  # the products' sizes are whole vectors with the copies' zeros
+        (4096, 1023, 1024, None),  # dweight has tiles of 64 rows
+        (4096, 1021, 1019, "copied"),
+        (16384, 1023, 1200, None),  # dweight's sizes are padded, and it is copied
+        (8192, 1024, 4097, "copied"),  # dweight's tiles are an odd number in a column: clusters are in rows
+        (8192, 1016, 4098, "copied"),  # without a bias both are of lines
+        (1100, 768, 2053, "copied"),  # too few tiles
+        (8187, 768, 517, "copied"),
     ],
 )
-def test_linear_of_odd_sizes(rows, inputs, outputs, begin, dtype):
+def test_linear_of_odd_sizes(rows, inputs, outputs, way, begin, dtype):
     args = [integers(*shape, dtype=dtype).requires_grad_() for shape in [(rows, inputs), (outputs, inputs), (outputs,)]]
     dy = integers(rows, outputs, begin=begin, dtype=dtype)
     x, weight, bias = (t.detach().double() for t in args)
@@ -225,12 +227,13 @@ def test_linear_of_odd_sizes(rows, inputs, outputs, begin, dtype):
         assert all(torch.equal(got, grads[i]) for got, i in zip(wanted, some, strict=True))
     device = torch.cuda.get_device_properties(0)
     if (device.major, device.multi_processor_count) == (9, 132):  # for which the choice is made
-        large = outputs % 8 > 0 and rows * outputs > 1 << 23 and inputs < 1000
-        for kernel in ("gemm_odd_lines_kernel", "gemm_odd_lines_of_t_kernel"):
-            assert any(kernel in name for name in names) == large
-        assert any("copy_and_sum" in name for name in names) == (outputs % 8 > 0 and not large)
-        padded = inputs % 8 > 0 and rows % 8 == 0
-        assert any("copy_rows" in name for name in names) == padded
+        for kernel, runs in {
+            "gemm_odd_lines_kernel": way == "lines",
+            "gemm_odd_lines_of_t_kernel": way == "lines",
+            "copy_and_sum": way == "copied",
+            "copy_rows": outputs == 1200,
+        }.items():
+            assert any(kernel in name for name in names) == runs
 
 
 @pytest.mark.gpu

@@ -165,7 +165,7 @@ def test_ignored_rows_have_no_gradient(where, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.01}], ids=str)
 def test_ignored_rows_that_are_infinite_have_no_gradient(where, dtype, options):
-    """Of so many classes the logits' rows end with 31 elements of padding, which must be 0 in the slope."""
+    """The rows of so many logits end with 31 elements of padding, which must be 0 in the slope."""
     x, *others = head(7, 4097, 16, where, dtype)
     with torch.no_grad():
         x[::2] = float("inf")
