@@ -11,7 +11,8 @@
 //   warpgroup 2            a thread loads
 //
 // A pair's blocks have neighbouring columns. Of 8192 x 768 results there are 128 tiles of 192 columns, for 132
-// multiprocessors, of 8192 x 1024 128 of 128. Where there are fewer, blocks take slices of the sums, which another kernel adds.
+// multiprocessors, of 8192 x 1024 128 of 128. Where there are fewer, blocks take slices of the sums, which another
+// kernel adds.
 #include "cuda/overlap.cuh"
 #include "cuda/pair.cuh"
 #include "cuda/sum_slices.cuh"
@@ -40,7 +41,8 @@ struct OddLines {
 
 template <int kCols>
 struct Shared {
-  static constexpr int kStages = kCols == kOddColumns ? 3 : 4, kPiece = kCols / 2;  // columns that a warp stores at once
+  static constexpr int kStages = kCols == kOddColumns ? 3 : 4,
+                       kPiece = kCols / 2;  // columns that a warp stores at once
   static constexpr int kColBoxes = kCols / kBox, kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
   uint8_t boxes[kStages][kStageBytes];                               // swizzled in units of 1024 bytes
   typename RowStores<__half, kPiece>::Words words[4 * kPairGroups];  // of each warp
