@@ -41,8 +41,8 @@ struct OddLines {
 
 template <int kCols>
 struct Shared {
-  static constexpr int kStages = kCols == kOddColumns ? 3 : 4,
-                       kPiece = kCols / 2;  // columns that a warp stores at once
+  static constexpr int kStages = kCols == kOddColumns ? 3 : 4;
+  static constexpr int kPiece = kCols / 2;  // columns that a warp stores at once
   static constexpr int kColBoxes = kCols / kBox, kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
   uint8_t boxes[kStages][kStageBytes];                               // swizzled in units of 1024 bytes
   typename RowStores<__half, kPiece>::Words words[4 * kPairGroups];  // of each warp
