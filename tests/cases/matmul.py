@@ -71,6 +71,9 @@ ROW = Row(
         _matmul((3, 50, 40), (3, 1, 40), transpose_b=True),
         _matmul((4, 1, 33), (4, 33, 19)),
     ),
+    under_load=(  # large enough for transposed copies of both
+        _matmul((1024, 1536), (1024, 1536), transpose_a=True, allow_tf32=True),
+    ),
     draw=_draw,
     bad=(
         Bad({"a": X, "b": X}, {}, ValueError, "b has shape (2, 3)", "(..., 3, n)", "(2, 3), the shape"),
