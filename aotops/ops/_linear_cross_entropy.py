@@ -17,10 +17,8 @@ PRODUCT = Product(factors=("x", "weight"), flops=lambda call: 2 * prod(call.x) *
 
 
 def _padded(call):
-    """The rows of weight's slope, and the elements of bias's: on a GPU, products are of whole vectors of classes, and
-    the lines of many classes begin at multiples of 32 elements."""
-    unit = 8 if call.weight[0] % 8 == 0 or call.weight[0] < 4096 else 32
-    return (call.weight[0] + unit - 1) // unit * unit
+    """The rows of weight's slope, and the elements of bias's: on a GPU, products are of whole vectors of classes."""
+    return (call.weight[0] + 7) // 8 * 8
 
 
 SHAPES = {

@@ -10,9 +10,9 @@
 //   warpgroups 0 and 1     128 lines by 128 or 192 columns each: a K-major, b MN-major
 //   warpgroup 2            a thread loads
 //
-// A pair's blocks have neighbouring columns. Of 8192 x 768 results there are 128 tiles of 192 columns, for 132
-// multiprocessors, of 8192 x 1024 128 of 128. Where there are fewer, blocks take slices of the sums, which another
-// kernel adds.
+// A pair's blocks have neighbouring columns. Of 8192 x 768 results there are 128 tiles of 192 columns, one round of 132
+// multiprocessors, and of 8192 x 1024 two rounds of 128 columns. Where there are fewer, blocks take slices of the sums,
+// which another kernel adds.
 #include "cuda/overlap.cuh"
 #include "cuda/pair.cuh"
 #include "cuda/sum_slices.cuh"

@@ -17,12 +17,16 @@
 #include "gemm_unaligned.h"
 #include "row_stores.cuh"
 
+#if defined(CUTE_ARCH_MMA_SM90A_ENABLED) && !defined(CUTLASS_GDC_ENABLED)
+#error "CUTLASS's mainloop does not wait for the kernel before, beside whose end it is launched"
+#endif
+
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
 // A warp has 16 of each 64 rows of a tile. kActivates: whether there may be a bias, an activation or a pre-activation.
-template <typename T, int kRows, int kColumns, bool kActivates>
+template <typename T, int kRows, bool kActivates>
 class RowEpilogue {
  public:
   using Row = cute::Stride<int64_t, cute::_1, int64_t>;
@@ -38,7 +42,7 @@ class RowEpilogue {
   using GmemTiledCopyC = void;
   using GmemTiledCopyD = void;
 
-  using Stores = RowStores<T, kColumns>;
+  using Stores = RowStores<T, kUnalignedTile>;
 
   // The operands' tiles follow, which are swizzled in units of 1024 bytes.
   struct SharedStorage {
@@ -72,7 +76,7 @@ class RowEpilogue {
 
   CUTLASS_HOST_DEVICE explicit RowEpilogue(const Params &params) : p_(params) {}
 
-  // sums: of a thread, ((2 columns, 2 rows, kColumns / 8 times 8 columns), kRows / 64).
+  // sums: of a thread, ((2 columns, 2 rows, 16 times 8 columns), kRows / 64).
   template <class Problem, class Shape, class Coordinates, class Engine, class Layout, class Mma, class Left>
   CUTLASS_DEVICE void operator()(const Problem &, const Shape &, const Coordinates &at,
                                  const cute::Tensor<Engine, Layout> &sums, const Mma &, const Left &left, int thread,
@@ -80,7 +84,7 @@ class RowEpilogue {
     static_assert(decltype(cute::size(sums))::value == kRows / 64 * kSums, "a warpgroup has a tile");
     const int rows = cute::get<0>(left), columns = cute::get<1>(left), warp = thread / 32;
     const Stores stores{reinterpret_cast<SharedStorage *>(shared)->words[warp], p_.stride};
-    const int64_t column = int64_t{cute::get<1>(at)} * kColumns;
+    const int64_t column = int64_t{cute::get<1>(at)} * kUnalignedTile;
     uint32_t bias[kSums / 4] = {};
     if (kActivates && p_.bias) load_bias(bias, p_.bias + column, columns);
 #pragma unroll
@@ -150,17 +154,16 @@ class RowEpilogue {
 template <bool kTransposedA, bool kTransposedB>
 constexpr bool kForward = !kTransposedA && kTransposedB;
 
-// Tiles by ping-pong warpgroups, in clusters that share columns of b, rows of a, or both.
-template <typename T, bool kTransposedA, bool kTransposedB, int kClusterRows = 2, int kClusterColumns = 1,
-          int kRows = kUnalignedTile, int kColumns = kUnalignedTile>
+// Tiles by ping-pong warpgroups, in clusters of two blocks that share columns of b or rows of a.
+template <typename T, bool kTransposedA, bool kTransposedB, bool kInRows = false, int kRows = kUnalignedTile>
 struct UnalignedKernel {
   using E = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kAligned = 16 / sizeof(T);
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
-  using Tile = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::_64>;
-  using Cluster = cute::Shape<cute::Int<kClusterRows>, cute::Int<kClusterColumns>, cute::_1>;
-  using Rows = RowEpilogue<T, kRows, kColumns, kForward<kTransposedA, kTransposedB>>;
+  using Tile = cute::Shape<cute::Int<kRows>, cute::Int<kUnalignedTile>, cute::_64>;
+  using Cluster = cute::Shape<cute::Int<kInRows ? 1 : 2>, cute::Int<kInRows ? 2 : 1>, cute::_1>;
+  using Rows = RowEpilogue<T, kRows, kForward<kTransposedA, kTransposedB>>;
   using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<Rows>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, E, std::conditional_t<kTransposedA, Column, Row>, kAligned,
@@ -185,7 +188,7 @@ struct UnalignedKernel {
     arguments.hw_info.sm_count = multiprocessors;
     // A launch beside the end of the kernel before saves 2 us, and costs long products 1 %.
     constexpr int64_t kMostTerms = 8192;
-    const bool overlap = unaligned_rounds(g, multiprocessors, kClusterColumns > 1) * g.k <= kMostTerms;
+    const bool overlap = unaligned_rounds(g, multiprocessors, kInRows) * g.k <= kMostTerms;
     Device device;
     if (device.initialize(arguments, nullptr, stream) != cutlass::Status::kSuccess ||
         device.run(stream, nullptr, overlap) != cutlass::Status::kSuccess)
@@ -197,8 +200,8 @@ struct UnalignedKernel {
 template <typename T>
 Status run_layout(const char *op, const GemmParams &g, int multiprocessors, cudaStream_t stream) {
   if (g.a.transposed && !g.b.transposed) {
-    auto *run = low_tiles(g, multiprocessors)          ? UnalignedKernel<T, true, false, 2, 1, kLowTile>::run
-                : clusters_in_rows(g, multiprocessors) ? UnalignedKernel<T, true, false, 1, 2>::run
+    auto *run = low_tiles(g, multiprocessors)          ? UnalignedKernel<T, true, false, false, kLowTile>::run
+                : clusters_in_rows(g, multiprocessors) ? UnalignedKernel<T, true, false, true>::run
                                                        : UnalignedKernel<T, true, false>::run;
     return run(op, g, multiprocessors, stream);
   }

@@ -9,13 +9,13 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// The scratch in front of the copies, in bytes: as much as library_workspace states.
+// The scratch in front of the copies, in bytes: as much as library_workspace states in float32.
 constexpr int64_t kLibraryBytes = 32 << 20;
 
 // How many of k terms are copied at a time, of both factors of m x n sums; 0: nothing is copied. An element's copy
-// takes as long as 500 of its terms, and the product gains 0.3 of its time: at 4 TB/s and 250 TFLOP/s copies pay from
-// some 1200 rows and columns on; with 1536 an H200 took 174 us instead of 208. The copies of a part have at most 128
-// MiB. Sizes alone decide, because shape inference states the workspace.
+// takes as long as 250 of its terms, and the product gains 0.3 of its time: at 4 TB/s and 250 TFLOP/s copies pay from
+// some 1200 rows and columns on; with 1536 an H200 took 174 us instead of 208. The copies of a part have 128 MiB, and 8
+// more at most for its whole units. Sizes alone decide, because shape inference states the workspace.
 inline int64_t transposed_terms(int64_t m, int64_t n, int64_t k) {
   constexpr int64_t kMost = 1 << 25, kLeast = 1536, kLeastTerms = 1024, kUnit = 64;
   if (!kIsCuda || std::min(m, n) < kLeast || k < kLeastTerms || m % 4 || n % 4 || k % 4) return 0;

@@ -76,8 +76,8 @@ Status padded_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor 
   return unaligned_rows<true>(op, attrs, x, targets, results, scale, stream, after_count);
 }
 
-// The sums over the chunks, each unless it is null: weight's and bias's of c.line rows and elements. Weight's are in
-// the accumulate dtype, or of one chunk in T.
+// The sums over the chunks, each unless it is null: weight's of padded rows, and bias's of c.line elements. Weight's
+// are in the accumulate dtype, or of one chunk in T.
 template <typename T>
 struct ChunkGradients {
   T *dx;
@@ -142,7 +142,7 @@ class Chunks {
       if (gradients.dweight)
         AOT_TRY(product({dtype,
                          gradients.of_weight,
-                         c_.line,
+                         LogitChunks::padded(c_.out),
                          c_.in,
                          rows,
                          {logits_, c_.line, true},
@@ -238,10 +238,11 @@ Status linear_cross_entropy_forward(const char *name, const LinearCrossEntropyAt
     const Tensor &of_weight = results[op.kOfWeight];
     const DType sum = accumulate_dtype(x.dtype);
     const bool rounds = kept(op.kOfWeight) && c.sums_apart(x.dtype);
-    A *sums = work.as<A>() + parts.weight_sums;
+    A *sums = work.as<A>() + parts.weight_sums, *bias_sums = work.as<A>() + parts.bias_sums;
+    A *const of_bias = in[op.kBias] ? static_cast<A *>(kept(op.kOfBias)) : nullptr;
+    const bool copies = of_bias && c.exceeds_slope();
     const ChunkGradients<T> slopes = {static_cast<T *>(kept(op.kOfX)), rounds ? sums : kept(op.kOfWeight),
-                                      rounds ? sum : LogitChunks::slope_dtype(x.dtype),
-                                      in[op.kBias] ? static_cast<A *>(kept(op.kOfBias)) : nullptr};
+                                      rounds ? sum : LogitChunks::slope_dtype(x.dtype), copies ? bias_sums : of_bias};
     const Loss<T> weight = in[op.kClassWeight] ? Loss<T>(in[op.kClassWeight]) : Loss<T>(), loss(y);
     const bool divides = slopes && op.divides_slope(x), weighs = op.mean() && weight.data;
     A *count = divides || weighs ? work.as<A>() + parts.count : nullptr;
@@ -251,6 +252,9 @@ Status linear_cross_entropy_forward(const char *name, const LinearCrossEntropyAt
     AOT_TRY(
         chunks.run({op.reduces() ? Loss<T>() : loss, losses, nullptr}, {{}, false, divides ? count : nullptr}, slopes));
     if (rounds) AOT_TRY((scale_slope<A, T, A>(name, sums, of_weight, Loss<T>(), nullptr, stream)));
+    if (copies)
+      AOT_TRY(check_cuda(name, cudaMemcpyAsync(of_bias, bias_sums, LogitChunks::padded(c.out) * sizeof(A),
+                                               cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream))));
     if (!op.reduces()) return kOk;
     return cross_entropy_loss(name, losses, loss, c.rows, op.mean(), weighs ? count : nullptr, stream);
   });

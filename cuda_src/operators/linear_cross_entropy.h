@@ -27,20 +27,15 @@ struct LogitChunks {
   int64_t chunk;  // the most rows at a time
   bool sized;     // whether the dtype is known. MindSpore infers shapes without it: then for the largest workspace
 
-  // Where many classes are padded anyway, 50257 of them in bfloat16 take an H200 0.96 of the time in lines of whole 32
-  // elements; float32 takes as long. The lanes of a warp clear what is behind a row, an element each
-  // (cross_entropy_rows.cuh). aotops/ops/_linear_cross_entropy.py has the same rule.
-  static int64_t padded(int64_t out) {
-    if (out < 0) return kUnknownDim;
-    const int64_t unit = out % 8 == 0 || out < 4096 ? 8 : 32;
-    return (out + unit - 1) / unit * unit;
-  }
+  // The rows of weight's slope and the elements of bias's. aotops/ops/_linear_cross_entropy.py has the same rule, in
+  // which the classes may be symbolic.
+  static int64_t padded(int64_t out) { return out < 0 ? kUnknownDim : (out + 7) / 8 * 8; }
 
   LogitChunks(const Spec &x, const Spec &weight)
       : rows(x.product(0, x.ndim - 1)),
         in(weight.shape[1]),
         out(weight.shape[0]),
-        line(kIsCuda ? padded(out) : out),
+        line(kIsCuda ? line_of(out) : out),
         sized(x.dtype != DType::unknown) {
     // On CUDA a chunk's products must fill the device, and each adds to all of weight's sums in memory: many rows, but
     // logits of at most kBytes, or of weight's own size. On the CPU logits should stay in the caches.
@@ -65,7 +60,18 @@ struct LogitChunks {
   // Whether a forward has sums beside weight's slope. On CUDA one product rounds its own.
   bool sums_apart(DType dtype) const { return !sized || (wide_bytes(dtype) && !(kIsCuda && count() == 1)); }
   bool pads() const { return line != out; }
+  // Whether a sum of a row's columns has more elements than bias's slope.
+  bool exceeds_slope() const { return line > padded(out); }
   int64_t count() const { return chunk ? (rows + chunk - 1) / chunk : 1; }
+
+ private:
+  // Where many classes are padded anyway, 50257 of them in bfloat16 take an H200 0.96 of the time in lines of whole 32
+  // elements; float32 takes as long. The first threads of a row, 32 or more of so many classes, clear an element behind
+  // it each (cross_entropy_rows.cuh).
+  static int64_t line_of(int64_t out) {
+    const int64_t unit = out % 8 == 0 || out < 4096 ? 8 : 32;
+    return (out + unit - 1) / unit * unit;
+  }
 };
 
 struct ChunkWorkspace;
@@ -143,7 +149,13 @@ struct ChunkWorkspace {
 
 inline ChunkWorkspace LinearCrossEntropyAttrs::forward_parts(const Tensor *in) const {
   const LogitChunks c(in[kX], in[kWeight]);
-  return {c, in[kX].dtype, reduces(), static_cast<bool>(in[kBias]), reduces() && c.sums_apart(in[kX].dtype), false};
+  const bool has_bias = static_cast<bool>(in[kBias]);
+  return {c,
+          in[kX].dtype,
+          reduces(),
+          has_bias,
+          reduces() && c.sums_apart(in[kX].dtype),
+          has_bias && reduces() && c.exceeds_slope()};
 }
 
 // The sums of a bias too where there is none: its gradient may be wanted nevertheless.

@@ -657,6 +657,19 @@ def test_export_of_a_product_whose_gradient_needs_a_workspace():
         close(db, jnp.broadcast_to(a.sum((0, 2))[:, None], b.shape))
 
 
+def test_export_of_a_loss_of_any_number_of_classes():
+    target = jnp.array([0, 1, 1])
+
+    def call(x, weight, bias):
+        return ours.linear_cross_entropy(x, weight, target, bias)
+
+    exported = [_exported(f, ("3, 4", "c, 4", "c")) for f in (call, jax.grad(call, (0, 1, 2)))]
+    for classes in (2, 8, 4096, 5001):
+        random = np.random.default_rng(classes)
+        args = [random.normal(size=shape) for shape in ((3, 4), (classes, 4), classes)]
+        jax.tree.map(close, [f(*args) for f in exported], [call(*args), jax.grad(call, (0, 1, 2))(*args)])
+
+
 CONVOLUTIONS = {
     "image": (("n, 3, h, w", "4, 3, 3, 2"), ("h >= 3", "w >= 2"), {}),
     "image_and_kernel": (("n, c, h, w", "o, c, k, l"), ("h >= k", "w >= l"), {}),

@@ -147,6 +147,28 @@ def test_rows_about_the_ends_of_chunks(where, rows):
 
 
 @ON
+@pytest.mark.parametrize("classes", [4095, 4097, 5000, 5001])
+def test_many_classes(where, classes):
+    """On a GPU the lines of logits of 4097 and 5001 are longer than the slopes of weight and bias."""
+    inputs = head(3, classes, 4, where)
+    for mine, its in zip(*(gradients(f, inputs) for f in (ours.linear_cross_entropy, theirs)), strict=True):
+        close(mine, its)
+
+
+def test_export_with_any_number_of_classes():
+    class Model(torch.nn.Module):
+        def forward(self, x, weight, target, bias):
+            return ours.linear_cross_entropy(x, weight, target, bias)
+
+    classes = torch.export.Dim("classes", min=2)
+    shapes = None, {0: classes}, None, {0: classes}
+    program = torch.export.export(Model(), tuple(t.detach() for t in head()), dynamic_shapes=shapes).module()
+    for count in (2, 8, 4096, 5000, 5001):
+        inputs = [t.detach() for t in head(classes=count)]
+        close(program(*inputs), theirs(*inputs))
+
+
+@ON
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 def test_ignored_rows_have_no_gradient(where, dtype):
     """Where all are, the mean is NaN, and its gradients are 0; so they are of the ignored rows if dy is infinite."""
