@@ -110,12 +110,23 @@ struct WidenedTerms {
   }
   static Vec<T> spread(Accumulate<T> a) { return a - Vec<T>{}; }
   static Vec<T> add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
+#if defined(__AVX512F__)
+  // By a multiply-add that reads and spreads a itself. GCC loads an element that meets two vectors into a register.
+  static constexpr bool kReads = std::is_same_v<Accumulate<T>, float>;
+  static Vec<T> add_read(Vec<T> sum, const float &a, Vec<T> b) {
+    asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(b), "m"(a));
+    return sum;
+  }
+#else
+  static constexpr bool kReads = false;
+#endif
 };
 
 #if defined(__AVX512F__)
 // Pairs of bfloat16 terms in the 32 bits of a float, for vdpbf16ps, which treats subnormal numbers as zeros.
 struct BFloat16Pairs {
   static constexpr int kTerms = 2;
+  static constexpr bool kReads = false;
 
   // Not every processor with AVX-512 has the instruction, and Intel's have it at a quarter of AMD's rate: slower than
   // two multiply-adds of float. AOTOPS_CPU_ISA=avx512 turns it off.
@@ -223,6 +234,8 @@ struct Block {
   // All of a tile's columns are multiplied by a strip of A, which is packed just before, and then by the next one: it
   // stays in the first-level cache while B passes, and blocks of c are side by side.
   static constexpr bool kByStrips = k32Registers;
+  // Strips of a transposed A are packed together, since each has parts of the same lines of memory.
+  static constexpr int kRowsAtOnce = 4 * kRows;
   // A is read where it lies if at most so many columns would share what is packed of it; so is B, by strips, of rows.
   // With more, both would take longer where another thread shares the core's caches. Lines of 4 KB share their sets.
   static constexpr int kInPlaceCols = k32Registers ? 256 : 2 * kCols;
@@ -235,12 +248,15 @@ using VecOf = typename VectorOf<A, kVectorBytes / sizeof(A)>::type;
 // Longer sums are sums of partial sums of this many terms, so that rounding errors grow more slowly.
 constexpr int64_t kPartialTerms = 4096;
 
-// kRows rows of A, term by term: packed (depth, kRows), or gathered.
+// kRows rows of A, term by term: packed (depth, kRows), or gathered. What `reads` names are rows whose elements each
+// multiply-add reads anew: loads have ports to spare, while operations are too many for a thread that shares its core,
+// which gets half of six a cycle. An address that has an index makes two operations of such a multiply-add.
 template <typename A>
 struct PackedA {
   const A *a;
 
-  A operator()(int i) const { return a[i]; }
+  static constexpr bool reads(int i) { return i % 3 != 0; }
+  const A &operator()(int i) const { return a[i]; }
   void next() { a += Block<A>::kRows; }
 };
 template <typename A, int n>
@@ -251,7 +267,8 @@ struct GatheredA {
   explicit GatheredA(Gathered<A> a) : term(a.terms) {
     for (int i = 0; i < n; ++i) rows[i] = a.data + a.rows[i];
   }
-  A operator()(int i) const { return rows[i][*term]; }
+  static constexpr bool reads(int) { return false; }
+  const A &operator()(int i) const { return rows[i][*term]; }
   void next() { ++term; }
 };
 // Three rows share a pointer, since an address may have one or two strides added.
@@ -264,7 +281,8 @@ struct InPlaceA {
   explicit InPlaceA(InPlace<A> a) : stride(a.stride) {
     for (int i = 0; i < kPointers; ++i) rows[i] = a.data + 3 * i * a.stride;
   }
-  A operator()(int i) const { return rows[i / 3][i % 3 * stride]; }
+  static constexpr bool reads(int i) { return i % 3 == 0; }
+  const A &operator()(int i) const { return rows[i / 3][i % 3 * stride]; }
   void next() {
     for (auto &row : rows) ++row;
   }
@@ -336,17 +354,23 @@ void micro_kernel(int64_t depth, Rows a, Columns b, bool add, A *c, int64_t ldc)
       for (int v = 0; v < kVectors; ++v) f(i, v);
   };
   each([&](int i, int v) { sum[i][v] = VecOf<A>{}; });
+  // C's rows, which may be far, are prefetched some thousand cycles before the end: the terms of B that pass after that
+  // do not push them out. Few blocks have fewer rows.
   const A *ahead = c;
+  const int64_t soon = depth > 96 ? depth - 96 : 0;
   for (int64_t p = 0; p < depth; ++p, a.next()) {
-    // a row of c, which may be far. Few blocks have fewer rows
-    if (rows == B::kRows && p < rows) {
+    if (rows == B::kRows && p >= soon && p < soon + rows) {
       for (int v = 0; v < kVectors; v += kVectorsOfLine) __builtin_prefetch(ahead + v * B::kLanesA);
       ahead += ldc;
     }
     VecOf<A> right[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) right[v] = b(p, v * B::kLanesA);
-    each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a(i)), right[v]); });
+    each([&](int i, int v) {
+      if constexpr (Terms::kReads)
+        if (Rows::reads(i)) return void(sum[i][v] = Terms::add_read(sum[i][v], a(i), right[v]));
+      sum[i][v] = Terms::add(sum[i][v], Terms::spread(a(i)), right[v]);
+    });
   }
   // partial sums of kDepth terms, so that rounding errors grow more slowly
   each([&](int i, int v) {
@@ -769,6 +793,9 @@ struct GemmTile {
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     const bool takes_two = kMayTakeTwo && !unpacked_b;
     const int64_t most_rows = by_strips ? B::kRows : kPacksRows ? B::kPanelRows : m;
+    int64_t packed_rows = most_rows;
+    if constexpr (kPacksRows)
+      if (by_strips && a.transposed) packed_rows = B::kRowsAtOnce;
     [[maybe_unused]] const RegistersOf<Terms> registers;
     int64_t p = 0;
     do {
@@ -782,7 +809,7 @@ struct GemmTile {
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
-          else return static_cast<const A *>(panels.a + i % most_rows / B::kRows * strip<B::kRows, A>(depth));
+          else return static_cast<const A *>(panels.a + i % packed_rows / B::kRows * strip<B::kRows, A>(depth));
         }();
         if constexpr (kMayTakeTwo)
           if (takes_two && n - j > B::kCols) {
@@ -803,7 +830,8 @@ struct GemmTile {
       };
       for (int64_t first = 0, end; first < m; first = end) {
         end = m - first < most_rows ? m : first + most_rows;
-        pack_rows<Terms>(first, end - first, p, terms, panels);
+        if (first % packed_rows == 0)
+          pack_rows<Terms>(first, m - first < packed_rows ? m - first : packed_rows, p, terms, panels);
         for (int64_t j = 0, block_cols; j < n; j += block_cols) {
           const bool two = takes_two && n - j > B::kCols;
           block_cols = two ? 2 * B::kCols : B::kCols;
@@ -891,7 +919,7 @@ struct GemmTile {
 struct TileLimits {
   int64_t rows, cols, row_unit, col_unit, worth;
   bool tall;  // columns are divided first: those of B are packed for each tile, and A is not packed
-  int64_t panel_rows = rows;
+  bool weighed = false;
 };
 
 // How C is divided into tiles, all of one size but the last of each row and column.
@@ -899,20 +927,27 @@ struct Tiling {
   int64_t m, n, rows, cols, across, count;
 
   // Enough tiles for all threads, counting those of `products` products, as long as a tile is worth waking a thread
-  // for. Twice as many of those with more rows than a panel, since the last of them end the loop.
+  // for. If `weighed`, of up to twice as many the most that take no longer than fewer: each tile packs for itself.
   static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products, const TileLimits &limits) {
-    const int64_t enough = threads() > 1 ? 2 * threads() : 1;
+    const int64_t enough = threads() > 1 ? (limits.weighed ? 4 : 2) * threads() : 1;
     auto piece = [](int64_t total, int64_t pieces, int64_t unit) {
       return ceil_div(ceil_div(total, pieces), unit) * unit;
     };
     if (m == 0 || n == 0) return {};
+    Tiling best{};
+    double least = 0;
     for (int64_t down = ceil_div(m, limits.rows), across = ceil_div(n, limits.cols);;) {
       Tiling t{m, n, piece(m, down, limits.row_unit), piece(n, across, limits.col_unit), 0, 0};
       t.across = ceil_div(n, t.cols), t.count = ceil_div(m, t.rows) * t.across;
       const bool flat = t.rows == limits.row_unit, narrow = t.cols == limits.col_unit;
       const bool worth = double(m) * n * k >= 2.0 * limits.worth * t.count;
-      const int64_t wanted = enough > 1 && t.rows > limits.panel_rows ? 2 * enough : enough;
-      if (t.count * products >= wanted || (flat && narrow) || !worth) return t;
+      // To pack an element takes as long as some 30 multiplications. More tiles even out threads that are not as fast.
+      constexpr double kPacking = 30, kAlike = 1.03;
+      const double each = double(t.rows) * t.cols + kPacking * (t.rows + t.cols);
+      const double time = double(ceil_div(t.count * products, threads())) * each;
+      if (!limits.weighed || !best.count || time < kAlike * least) best = t;
+      least = least > 0 && least < time ? least : time;
+      if (t.count * products >= enough || (flat && narrow) || !worth) return best;
       narrow || (!limits.tall && t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
     }
   }
@@ -981,7 +1016,7 @@ struct CpuGemm {
     using Tile = GemmTile<T, C, Epilogue, Left, Right>;
     if (std::is_same_v<Left, Matrix<T>> && m > B::kPanelRows && !Tile::kStores &&
         (k <= B::kDepth || Tile::sums_in_c(k, add)))
-      return {B::kTallRows, B::kTallCols, B::kRows, B::kCols, kWorth, false, B::kPanelRows};
+      return {B::kTallRows, B::kTallCols, B::kRows, B::kCols, kWorth, false, true};
     return {rows, B::kPanelCols, B::kRows, B::kCols, kWorth, false};
   }
 };
