@@ -9,10 +9,9 @@ inline namespace AOT_ISA {
 constexpr int kTransposeBlock = 256, kTransposeRows = 128, kTransposeColumns = 64;
 
 // to[j][i] = from[i][j], for lines `from_line` and `to_line` apart.
-template <int kRows, int kColumns>
-__global__ void __launch_bounds__(kTransposeBlock)
+static __global__ void __launch_bounds__(kTransposeBlock)
     transpose_lines_kernel(const float *from, int64_t from_line, float *to, int64_t to_line, int rows, int columns) {
-  constexpr int kEach = kRows * kColumns / 4 / kTransposeBlock;
+  constexpr int kRows = kTransposeRows, kColumns = kTransposeColumns, kEach = kRows * kColumns / 4 / kTransposeBlock;
   __shared__ float tile[kRows][kColumns + 1];
   const int across = (columns + kColumns - 1) / kColumns, block = static_cast<int>(blockIdx.x);
   const int i0 = block / across * kRows, j0 = block % across * kColumns;
@@ -37,9 +36,8 @@ __global__ void __launch_bounds__(kTransposeBlock)
 inline Status transpose_lines(const char *op, const float *from, int64_t from_line, float *to, int64_t to_line,
                               int64_t rows, int64_t columns, cudaStream_t stream) {
   const int64_t tiles = ceil_div(rows, kTransposeRows) * ceil_div(columns, kTransposeColumns);
-  return launch_kernel(op, transpose_lines_kernel<kTransposeRows, kTransposeColumns>,
-                       {static_cast<unsigned>(tiles), kTransposeBlock}, stream, from, from_line, to, to_line,
-                       static_cast<int>(rows), static_cast<int>(columns));
+  return launch_kernel(op, transpose_lines_kernel, {static_cast<unsigned>(tiles), kTransposeBlock}, stream, from,
+                       from_line, to, to_line, static_cast<int>(rows), static_cast<int>(columns));
 }
 
 }  // namespace AOT_ISA
