@@ -10,7 +10,6 @@
 #include "cuda/launch.cuh"
 #include "gemm.h"
 #include "host/dynamic.h"
-#include "transposed.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -291,9 +290,9 @@ struct CublasLtCall {
     auto prefer = [&](int attribute, auto value) {
       return lib.preference_set(preference.object, attribute, &value, sizeof value);
     };
-    // A workspace beyond this is for the copies of a call in TF32 (transposed.h), for which MindSpore has room in any
-    // dtype. In float64 library_workspace states twice as much.
-    most_workspace = std::min(most_workspace, gemm.dtype == DType::float64 ? 2 * kLibraryBytes : kLibraryBytes);
+    // A workspace beyond library_workspace is for the copies of a call in TF32 (transposed.h), for which MindSpore has
+    // room in any dtype.
+    most_workspace = std::min(most_workspace, kLibraryElements * itemsize(accumulate_dtype(gemm.dtype)));
     prefer(kMaxWorkspace, uint64_t(std::min(gemm.workspace_bytes, most_workspace))), prefer(kReductions, reductions);
     prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
     prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));

@@ -372,12 +372,9 @@ Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
   const bool half = itemsize(gemm.dtype) == 2, library_first = prefers_cublaslt(gemm);
   if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
   using Kernel = Status (*)(const char *, const GemmParams &, cudaStream_t, bool *);
-  bool transposed = false;
-  AOT_TRY(gemm_tf32_of_t(op, gemm, stream, &transposed));
-  if (transposed) return kOk;
-  const Kernel order[2][5] = {
-      {gemm_tf32_on_hopper, gemm_unaligned_on_hopper, gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},
-      {gemm_tf32_on_hopper, gemm_unaligned_on_hopper, gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}};
+  const Kernel order[2][6] = {
+      {gemm_tf32_of_t, gemm_tf32_on_hopper, gemm_unaligned_on_hopper, gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},
+      {gemm_tf32_of_t, gemm_tf32_on_hopper, gemm_unaligned_on_hopper, gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}};
   for (Kernel kernel : order[library_first]) {
     bool done = false;
     AOT_TRY(kernel(op, gemm, stream, &done));

@@ -110,8 +110,9 @@ inline int64_t workspace_elements(int64_t n, DType dtype) {
 
 // Elements of scratch for cuBLASLt, for a product of so many elements, each a sum of k terms: for split-K. None for a
 // small product, and none on the CPU.
+constexpr int64_t kLibraryElements = 1 << 23;
 inline int64_t library_workspace(int64_t elements, int64_t k) {
-  return kIsCuda && bounded_product(elements, k) >= 1 << 24 ? 1 << 23 : 0;
+  return kIsCuda && bounded_product(elements, k) >= 1 << 24 ? kLibraryElements : 0;
 }
 
 }  // namespace AOT_ISA

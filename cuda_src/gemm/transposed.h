@@ -9,8 +9,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// The scratch in front of the copies, in bytes: as much as library_workspace states in float32.
-constexpr int64_t kLibraryBytes = 32 << 20;
+// cuBLASLt's scratch, which is in front of the copies.
+constexpr int64_t kLibraryBytes = kLibraryElements * int64_t{sizeof(float)};
 
 // How many of k terms are copied at a time, of both factors of m x n sums; 0: nothing is copied. An element's copy
 // takes as long as 250 of its terms, and the product gains 0.3 of its time: at 4 TB/s and 250 TFLOP/s copies pay from

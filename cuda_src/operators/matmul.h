@@ -101,7 +101,7 @@ struct Matmul : MatmulAttrs {
     out[1] = Spec::vector(accumulate_dtype(in[0].dtype), kUnknownDim);
     if (!in[0].known() || !in[1].known()) return kOk;
     out[1].shape[0] = library_workspace(out[0].size(), k(in[0]));
-    if (transpose_a && !transpose_b && in[0].ndim == 2 && in[1].ndim == 2)
+    if (transpose_a && !transpose_b && out[0].ndim == 2)  // as both inputs then
       out[1].shape[0] += transposed_elements(m(in[0]), n(in[1]), k(in[0]), in[0].dtype, allow_tf32);
     return kOk;
   }
