@@ -19,7 +19,7 @@ from ..op import Op
 from ..ops import OPS
 from ..spec import DEVICES
 from .cases import Case, row
-from .work import LN_EPS, RMS_EPS, Convolution, Elements, Shape, window
+from .work import LN_EPS, RMS_EPS, Convolution, Elements, Shape, conv2d_arguments
 
 LIGER_ROW = 4096
 """Liger's elementwise kernels use a block per row: flat tensors are passed in rows of this length."""
@@ -187,8 +187,8 @@ def _torch_functions() -> dict[str, Make]:
     from torch.nn import functional as F
 
     def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
-        stride, padding = window(shape)
-        return lambda x, w: F.conv2d(x, w, None, stride, padding)
+        arguments = conv2d_arguments(shape)
+        return lambda x, w: F.conv2d(x, w, None, *arguments)
 
     def lltm(input, weights, bias, old_h, old_cell):
         gates = F.linear(torch.cat([old_h, input], 1), weights, bias)
@@ -467,8 +467,8 @@ def _mindspore(operators: Sequence[str]) -> Impl:
     def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
         if "nhwc" in variant:
             raise Unavailable("MindSpore has NCHW on a CPU")
-        stride, padding = window(shape)
-        return lambda x, w: ops.conv2d(x, w, None, stride, "pad", padding)
+        stride, *others = conv2d_arguments(shape)
+        return lambda x, w: ops.conv2d(x, w, None, stride, "pad", *others)
 
     return Impl("mindspore", "mindspore", {
         "add": lambda shape, variant: ops.add,

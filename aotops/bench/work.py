@@ -182,9 +182,10 @@ class Head(Work):
 
 class Convolution(Work):
     """x has square images, w square filters, and y the results. Half of a filter's size is the padding; patches, whose
-    stride is that size, have none. The variant names the layout: nchw or nhwc."""
+    stride is that size, have none. Without the number of groups there is one. The variant names the layout: nchw or
+    nhwc."""
 
-    AXES = ("batch", "channels", "size", "outputs", "kernel", "stride")
+    AXES = ("batch", "channels", "size", "outputs", "kernel", "stride", "groups")
     # of ResNet-50
     SHAPES = (
         (32, 64, 56, 64, 3, 1),
@@ -194,6 +195,14 @@ class Convolution(Work):
         (32, 128, 56, 128, 3, 2),
         (32, 3, 224, 64, 7, 2),
         (64, 3, 224, 1024, 16, 16),  # a vision transformer's patches
+        # of RegNetY-032
+        (64, 216, 28, 216, 3, 1, 9),
+        (64, 576, 14, 576, 3, 1, 24),
+        (64, 72, 112, 72, 3, 2, 3),
+        # of ResNeXt-50, 32 x 4d
+        (64, 128, 56, 128, 3, 1, 32),
+        (64, 512, 14, 512, 3, 1, 32),
+        (64, 1024, 7, 1024, 3, 1, 32),
     )
     FEW = ((4, 32, 28, 64, 3, 1), (4, 64, 28, 32, 1, 2))
     LIBRARY = "cuDNN"
@@ -202,15 +211,21 @@ class Convolution(Work):
     def nhwc(self) -> bool:
         return "nhwc" in self.variant.split()
 
+    def shapes(self, device, given, quick):
+        if given is not None:
+            return [shape for shape in given if len(self.AXES) - len(shape) in (0, 1)]
+        return super().shapes(device, given, quick)
+
     def tensors(self, shape):
-        batch, channels, size, outputs, kernel, stride = shape
+        batch, channels, size, outputs, kernel, stride = shape[:6]
+        groups = conv2d_arguments(shape)[-1]
 
         def square(n: int, channels: int, size: int) -> Shape:
             return (n, size, size, channels) if self.nhwc else (n, channels, size, size)
 
         return {
             "x": square(batch, channels, size),
-            "w": square(outputs, channels, kernel),
+            "w": square(outputs, channels // groups, kernel),
             "y": square(batch, outputs, math.ceil(size / stride)),
         }
 
@@ -303,7 +318,7 @@ class Cell(Work):
         }
 
 
-def window(shape: Shape) -> tuple[int, int]:
-    """The stride and the padding of a convolution."""
-    *_, kernel, stride = shape
-    return stride, 0 if stride == kernel else kernel // 2
+def conv2d_arguments(shape: Shape) -> tuple[int, int, int, int]:
+    """Its stride, padding, dilation and groups."""
+    kernel, stride, groups = (*shape[4:], 1)[:3]
+    return stride, 0 if stride == kernel else kernel // 2, 1, groups

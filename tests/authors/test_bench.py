@@ -43,7 +43,7 @@ TINY = {
     Elements: (24,),
     Product: (4, 6, 5),
     Head: (4, 6, 5),
-    Convolution: (2, 3, 5, 4, 3, 2),
+    Convolution: (2, 6, 5, 4, 3, 2, 2),
     Cell: (3, 4, 5),
     Rotations: (2, 3, 2, 4),
     Projections: (2, 3, 2, 1, 4),
@@ -112,6 +112,10 @@ def test_bytes_and_operations_of_convolutions():
     assert nhwc.flops("forward", shape) == nchw.flops("backward", shape) / 2 == 2 * y * 64 * 3 * 3
     assert nhwc.tensors(shape)["x"] == (32, 56, 56, 64)
     assert nchw.tensors(shape)["w"] == (128, 64, 3, 3)
+    grouped = (*shape, 4)
+    assert nhwc.bytes("forward", grouped, "bfloat16") == 2 * (x + w // 4 + y)
+    assert nhwc.flops("forward", grouped) == 2 * y * 16 * 3 * 3
+    assert nhwc.tensors(grouped) == nhwc.tensors(shape) | {"w": (128, 3, 3, 16)}
 
 
 def test_bytes_and_operations_of_a_cell():
@@ -133,7 +137,8 @@ def test_shapes_on_a_gpu():
 
 
 def test_shapes_that_are_given_are_for_operators_that_have_such():
-    found = cases("cuda", ["float32"], ["gelu", "softmax", "linear", "lltm"], [(4, 6), (1024,), (4, 6, 5)], ["forward"])
+    given = [(4, 6), (1024,), (4, 6, 5), (4, 6, 5, 2, 3, 1), (4, 6, 5, 2, 3, 1, 2)]
+    found = cases("cuda", ["float32"], ["gelu", "softmax", "linear", "lltm", "conv2d"], given, ["forward"])
     shapes = {}
     for case in found:
         shapes.setdefault(case.work.op, {})[case.shape] = None
@@ -142,6 +147,7 @@ def test_shapes_that_are_given_are_for_operators_that_have_such():
         "softmax": [(4, 6), (1 << 16, 1024)],
         "linear": [(4, 6, 5)],
         "lltm": [(4, 6, 5)],
+        "conv2d": [(4, 6, 5, 2, 3, 1), (4, 6, 5, 2, 3, 1, 2)],
     }
 
 

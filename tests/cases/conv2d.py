@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from aotops.bench.work import Convolution, window
+from aotops.bench.work import Convolution, conv2d_arguments
 from aotops.testing import F32, Bad, Case, Row, X
 
 
@@ -71,8 +71,8 @@ def _in_torch(torch, x, weight, bias=None, stride=1, padding=0, dilation=1, grou
 
 def _bench(layout, tf32=False):
     def call(f, shape):
-        stride, padding = window(shape)
-        return lambda x, w: f.conv2d(x, w, None, stride, padding, layout=layout, allow_tf32=tf32)
+        arguments = conv2d_arguments(shape)
+        return lambda x, w: f.conv2d(x, w, None, *arguments, layout=layout, allow_tf32=tf32)
 
     return call
 
