@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module, metadata, util
 from itertools import combinations
 from pathlib import Path
@@ -74,6 +74,7 @@ MODELS = {
     "bert": Model("Bert", "ForMaskedLM", 64, 512, _BERT),  # BERT-base
     "vit": Model("ViT", "ForImageClassification", 128, 0, {"num_labels": 1000}),  # ViT-B/16
 }
+ORDER = {"model": tuple(MODELS), "impl": IMPLS, "mode": MODES}
 
 
 # -------------------------------------------------------------------------------------------------------- measurements
@@ -218,17 +219,20 @@ def page(text: str, record: dict[str, Any]) -> str:
             cells = [found.get((model, impl, mode), "") for model in TITLES]
             if any(cells):
                 lines.append(f"| {LABELS[impl]}, {mode} | {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    lines += ["", f"{record['device']}, {versions}, {record['date']}."]
+    lines += ["", measured(record)]
     return SECTION.sub(lambda section: section[1] + "\n".join(lines) + "\n" + section[2], text)
 
 
-def environment(command: str) -> dict[str, Any]:
+def measured(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{record['device']}, {versions}, {record['date']}."
+
+
+def environment(command: str, packages: Iterable[str]) -> dict[str, Any]:
     import torch
 
     from .models.torch_train import device
 
-    packages = "torch", "transformers", "triton", "liger_kernel"
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -238,15 +242,14 @@ def environment(command: str) -> dict[str, Any]:
     }
 
 
-def add(file: Path, command: str, found: list[Row]) -> None:
-    """Writes the rows, in place of those of the same models, implementations and modes."""
-    before = json.loads(file.read_text())["rows"] if file.exists() else []
-    key = lambda row: (row["model"], row["impl"], row["mode"])  # noqa: E731
-    all_rows = {key(row): row for row in before + found}
-    places = {name: i for i, name in enumerate((*MODELS, *IMPLS, *MODES))}
-    ordered = sorted(all_rows.values(), key=lambda row: [places[name] for name in key(row)])
-    head = json.dumps(environment(command), indent=1)[:-2]
-    file.write_text(head + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, ordered)) + "\n ]\n}\n")
+def add(file: Path, head: dict[str, Any], found: list[Row], order: Mapping[str, Sequence[str]]) -> None:
+    """Writes the rows, in place of those of the same names. ``order``: by key, the names in their order."""
+    before = json.loads(file.read_text()) if file.exists() else head | {"rows": []}
+    if before["device"] != head["device"]:
+        raise ValueError(f"{file.name}: these are of two devices: {before['device']} and {head['device']}")
+    rows = {tuple(order[key].index(row[key]) for key in order): row for row in before["rows"] + found}
+    lines = ",\n  ".join(json.dumps(rows[place]) for place in sorted(rows))
+    file.write_text(json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n  ' + lines + "\n ]\n}\n")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -288,7 +291,8 @@ def main(argv: list[str] | None = None) -> None:
     for row in rows(args.models[0], args.impls, args.modes, args.steps, args.tiny, Turns(args.turns)):
         found.append(row)
         if args.json != "-":  # after each row, for a run that is cut off
-            add(Path(args.json), "python -m benchmarks.replaced", [row])
+            packages = "torch", "transformers", "triton", "liger_kernel"
+            add(Path(args.json), environment("python -m benchmarks.replaced", packages), [row], ORDER)
     for row, ratio, apart, spread in differences(found):
         what = f"{row['model']:6} {row['impl']:12} {row['mode']:8}"
         print(f"{what} {ratio} of its time; losses {apart} apart, spread {spread}")
