@@ -99,6 +99,22 @@ ROW = Row(
         *_conv2d((2, 6, 5, 5), (6, 1, 3, 3), padding=1, groups=6),
         *_conv2d((1, 19, 3, 11), (19, 1, 3, 3), stride=(2, 1), padding=1, groups=19),
         *_conv2d((2, 4, 7, 6), (8, 2, 3, 3), stride=2, groups=2),
+        # groups of several channels: widths of whole vectors and of none, groups that share a tile or have several
+        *_conv2d((1, 8, 17, 33), (8, 4, 3, 3), padding=1, groups=2),
+        *_conv2d((2, 132, 5, 5), (132, 4, 3, 3), stride=2, padding=1, groups=33),
+        *_conv2d((3, 24, 7, 7), (24, 8, 3, 3), bias=False, padding=(0, 1), groups=3),
+        *_conv2d((1, 40, 9, 8), (40, 8, 3, 3), stride=2, padding=2, dilation=2, groups=5),
+        *_conv2d((1, 32, 5, 4), (64, 16, 5, 5), stride=(1, 2), padding=2, groups=2),
+        *_conv2d((1, 72, 9, 8), (72, 24, 3, 3), bias=False, stride=2, padding=1, groups=3),
+        *_conv2d((1, 96, 5, 4), (96, 48, 2, 2), dilation=2, groups=2),
+        *_conv2d((2, 128, 1, 1), (128, 64, 3, 3), padding=1, groups=2),
+        *_conv2d((1, 192, 5, 4), (192, 96, 3, 1), bias=False, stride=(1, 2), padding=(1, 0), dilation=2, groups=2),
+        *_conv2d((2, 256, 3, 3), (128, 128, 1, 1), groups=2),
+        *_conv2d((1, 80, 7, 6), (16, 40, 3, 3), stride=3, padding=(0, 2), groups=2),
+        *_conv2d((2, 32, 9, 6), (64, 8, 1, 1), stride=2, groups=4),
+        *_conv2d((1, 12, 7, 7), (20, 6, 3, 3), padding=4, groups=2),
+        *_conv2d((1, 6, 13, 9), (6, 2, 3, 3), padding=1, groups=3),
+        *_conv2d((3, 9, 8, 7), (15, 3, 2, 2), bias=False, stride=(1, 2), padding=1, groups=3),
         # depthwise: kernels and strides of their own, a strided dx with dilation, and a plane in parts
         *_conv2d((3, 4, 9, 8), (4, 1, 5, 5), stride=2, padding=2, groups=4),
         *_conv2d((1, 6, 9, 11), (6, 1, 7, 7), padding=(3, 4), dilation=(1, 2), groups=6),
@@ -140,6 +156,12 @@ ROW = Row(
         *_conv2d((8, 68, 56, 56), (72, 68, 3, 3), stride=2, padding=1, bias=False, allow_tf32=True),
         *_conv2d((2, 68, 56, 56), (132, 68, 3, 3), padding=1, bias=False, allow_tf32=True),
         *_conv2d((4, 64, 16, 16), (64, 64, 3, 3), padding=1),  # float32 in three parts of bfloat16
+        # groups: several tiles of pixels
+        *_conv2d((8, 128, 14, 14), (128, 4, 3, 3), padding=1, groups=32),
+        *_conv2d((4, 64, 28, 28), (64, 8, 3, 3), stride=2, padding=1, groups=8),
+        *_conv2d((4, 72, 28, 28), (72, 24, 3, 3), padding=1, groups=3),
+        *_conv2d((4, 72, 29, 28), (72, 24, 3, 3), stride=2, padding=1, groups=3),
+        *_conv2d((4, 128, 14, 14), (128, 64, 3, 3), padding=1, groups=2),
     ),
     draw=_draw,
     bad=(

@@ -7,6 +7,7 @@ import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,6 +15,10 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.ops import OPS  # noqa: E402
+from aotops.testing.calls import POISON, calls_of, filled, numbers, run_on_cpu, run_on_cuda  # noqa: E402
+from aotops.testing.cases import CASES, Case  # noqa: E402
+from aotops.testing.trial import Trial  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
@@ -170,6 +175,187 @@ def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
     results = convolved(ours.conv2d, x.to(dtype), weight.to(dtype), bias.to(dtype), dy.to(dtype), **kwargs)
     for t, exact in zip(results, expected, strict=True):
         assert torch.equal(t, exact.to(dtype))
+
+
+# Groups of several channels: the shape of x, outputs, kernel, and the rest.
+GROUPED = [
+    # of RegNet: groups of 8, 16, 24, 48 and 56
+    ((2, 24, 56, 56), 24, (3, 3), {"groups": 3, "padding": 1}),
+    ((2, 24, 57, 56), 24, (3, 3), {"groups": 3, "stride": 2, "padding": 1}),
+    ((3, 56, 28, 28), 56, (3, 3), {"groups": 7, "padding": 1}),
+    ((5, 152, 14, 14), 152, (3, 3), {"groups": 19, "padding": 1}),
+    ((3, 368, 7, 7), 368, (3, 3), {"groups": 46, "padding": 1}),
+    ((2, 64, 28, 27), 64, (3, 3), {"groups": 4, "stride": 2, "padding": 1}),
+    ((2, 72, 28, 28), 72, (3, 3), {"groups": 3, "padding": 1}),
+    ((1, 72, 56, 56), 72, (3, 3), {"groups": 3, "stride": 2, "padding": 1}),
+    ((9, 168, 7, 7), 168, (3, 3), {"groups": 7, "padding": 1}),
+    ((9, 168, 14, 14), 168, (3, 3), {"groups": 7, "stride": 2, "padding": 1}),
+    ((3, 144, 15, 14), 144, (3, 3), {"groups": 3, "stride": 2, "padding": 1}),
+    ((2, 224, 14, 14), 224, (3, 3), {"groups": 4, "padding": 1}),
+    # of ResNeXt: 32 groups of 4, 8, 16 and 32
+    ((2, 128, 28, 28), 128, (3, 3), {"groups": 32, "padding": 1}),
+    ((1, 256, 28, 28), 256, (3, 3), {"groups": 32, "stride": 2, "padding": 1}),
+    ((2, 256, 14, 14), 256, (3, 3), {"groups": 32, "padding": 1}),
+    ((2, 512, 14, 14), 512, (3, 3), {"groups": 32, "stride": 2, "padding": 1}),
+    ((3, 512, 7, 7), 512, (3, 3), {"groups": 32, "padding": 1}),
+    ((2, 1024, 7, 7), 1024, (3, 3), {"groups": 32, "padding": 1}),
+    # wider ones, two widths, no whole vectors, one group more than tiles have, odd widths
+    ((2, 192, 14, 13), 192, (3, 3), {"groups": 2, "padding": 1}),
+    ((2, 256, 9, 9), 128, (3, 3), {"groups": 2, "stride": 2, "padding": 1}),
+    ((2, 80, 13, 14), 16, (3, 3), {"groups": 2, "padding": 1}),
+    ((3, 32, 14, 14), 128, (1, 1), {"groups": 4, "stride": 2}),
+    ((2, 18, 23, 21), 30, (3, 3), {"groups": 3, "padding": 1}),
+    ((2, 12, 31, 33), 12, (3, 3), {"groups": 6, "stride": 2, "padding": 1}),
+    ((2, 132, 15, 15), 132, (3, 3), {"groups": 33, "padding": 1}),
+    ((2, 21, 16, 17), 35, (3, 3), {"groups": 7, "padding": 1}),
+    # other kernels, strides, paddings and dilations
+    ((2, 64, 17, 33), 64, (5, 5), {"groups": 8, "padding": 2}),
+    ((2, 48, 19, 17), 48, (7, 1), {"groups": 2, "stride": (1, 2), "padding": (3, 0)}),
+    ((2, 48, 20, 23), 48, (3, 3), {"groups": 3, "stride": 3, "padding": (0, 4)}),
+    ((2, 64, 22, 21), 96, (3, 2), {"groups": 4, "dilation": (2, 3), "padding": 2}),
+    ((2, 64, 22, 21), 64, (3, 3), {"groups": 8, "stride": 2, "dilation": 2, "padding": 2}),
+    ((70, 32, 1, 1), 32, (3, 3), {"groups": 4, "padding": 1}),
+    ((1, 16, 3, 301), 16, (3, 3), {"groups": 2, "padding": 1}),
+]
+IN_16_BITS = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+IN_EITHER = pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+
+
+def of_integers(shape, outputs, kernel, options):
+    """x, weight, bias and dy of small ones, of which all sums are exact in float32."""
+    random, sizes = torch.Generator().manual_seed(0), (shape, (outputs, shape[1] // options["groups"], *kernel))
+    y = F.conv2d(*(torch.empty(size, device="meta") for size in sizes), **options)
+    return [torch.randint(-3, 4, size, generator=random).double() for size in (*sizes, (outputs,), y.shape)]
+
+
+def on_gpu(tensors, dtype, format):
+    tensors = [t.to("cuda", dtype) for t in tensors]
+    return [t.contiguous(memory_format=format) if t.dim() == 4 else t for t in tensors]
+
+
+@pytest.fixture(scope="module", params=GROUPED, ids=str)
+def grouped(request):
+    """The tensors and options of a call, and its results in float64 on the CPU."""
+    tensors, options = of_integers(*request.param), request.param[-1]
+    return tensors, options, convolved(F.conv2d, *tensors, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@IN_EITHER
+@IN_16_BITS
+def test_groups_are_exact(grouped, dtype, format):
+    """To the last bit before the result is rounded, with small integers. The same bits twice, with any numbers."""
+    tensors, options, expected = grouped
+    tensors = on_gpu(tensors, dtype, format)
+    for got, exact in zip(convolved(ours.conv2d, *tensors, **options), expected, strict=True):
+        assert torch.equal(got.cpu(), exact.to(dtype))
+    others = [torch.randn_like(t) for t in tensors]
+    assert all(map(torch.equal, *(convolved(ours.conv2d, *others, **options) for _ in range(2))))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@IN_EITHER
+@IN_16_BITS
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    ("channels", "outputs", "groups"),
+    [(2, 2, 9), (3, 5, 5), (4, 4, 33), (6, 10, 4), (8, 8, 7), (16, 16, 5), (24, 24, 3), (32, 8, 3), (64, 64, 2)],
+)
+def test_what_is_in_a_group_stays_there(channels, outputs, groups, stride, dtype, format):
+    """NaN or infinities as all of a group's x, weight or dy: no bit of other groups' results differs, and the group has
+    no finite result that they are terms of."""
+    options = {"groups": groups, "stride": stride, "padding": 1}
+    tensors = of_integers((2, channels * groups, 10, 12), outputs * groups, (3, 3), options)
+    x, weight, bias, dy = on_gpu(tensors, dtype, format)
+
+    def by_group(t, axis):
+        return t.unflatten(axis, (groups, -1)).movedim(axis, 0)
+
+    def results():
+        found = convolved(ours.conv2d, x, weight, bias, dy, **options)
+        return [by_group(t, axis) for t, axis in zip(found, (1, 1, 0, 0), strict=True)]
+
+    expected = results()
+    for part, of_part in (
+        (by_group(x, 1), (True, False, True, False)),
+        (by_group(weight, 0), (True, True, False, False)),
+        (by_group(dy, 1), (False, True, True, True)),
+    ):
+        for group, value in itertools.product({0, groups // 2, groups - 1}, (math.nan, math.inf)):
+            kept = part[group].clone()
+            part[group] = value
+            for got, exact, has_it in zip(results(), expected, of_part, strict=True):
+                others = [i for i in range(groups) if i != group or not has_it]
+                assert torch.equal(got[others], exact[others])
+                assert not (has_it and got[group].isfinite().any())
+            part[group] = kept
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@IN_EITHER
+@IN_16_BITS
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (2, 0)])
+@pytest.mark.parametrize("width", [2, 4, 6, 8, 16, 24, 48])
+def test_infinities_in_groups_reach_what_meets_them(width, stride, padding, dtype, format):
+    """And no more: neither pixels beside their windows, nor anything from an x that no window has. Windows of the
+    infinities in dy are whole, since zeros beside the image would be their factors in dweight."""
+    options = {"groups": 3, "stride": stride, "padding": padding}
+    x, weight, bias, dy = of_integers((2, 3 * width, 18, 20), 3 * width, (3, 3), options)
+    weight, dy = weight.abs() + 1, dy.abs() + 1
+    x[0, 0, 5, 7] = x[1, -1, 17, 19] = x[1, width, 8, 0] = math.inf
+    dy[1, 1, 3, 2] = dy[0, -1, 5, 6] = math.inf
+    expected = convolved(F.conv2d, x, weight, bias, dy, **options)
+    results = convolved(ours.conv2d, *on_gpu((x, weight, bias, dy), dtype, format), **options)
+    for got, exact in zip(results, expected, strict=True):
+        torch.testing.assert_close(got.cpu(), exact.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("width", "groups"), [(4, 9), (6, 3), (8, 5), (24, 2), (48, 2)])
+def test_groups_in_one_buffer(width, groups, stride, dtype, layout):
+    """All tensors of a call are in one, among bytes that are NaN. These stay, and no result is of them. A tensor alone,
+    or each, begins at a multiple of 16 bytes, of 8 or of 2; the workspace, which is the library's own, of 256."""
+    x, weight = (2, 13, 11, width * groups), (width * groups, 3, 3, width)
+    if layout == "NCHW":
+        x, weight = ((n, channels, *size) for n, *size, channels in (x, weight))
+    attrs = {"stride": stride, "padding": 1, "groups": groups, "layout": layout}
+    case = Case({"x": x, "weight": weight, "bias": weight[:1]}, attrs, grid=1.0)
+    trial = Trial(CASES["conv2d"], case, dtype, "groups")
+    trial.output_gradients = tuple(map(np.round, trial.output_gradients))
+    for here, one in zip(*(calls_of(OPS["conv2d"], trial, device) for device in ("cpu", "cuda")), strict=True):
+        expected = run_on_cpu(here, POISON)
+        slots = [slot for slot in one.given if slot not in one.op.workspace]
+        for shifted, shift in [((), 0), *itertools.product((*((slot,) for slot in slots), slots), (2, 8))]:
+            found = in_one_buffer(one, dict.fromkeys(shifted, shift))
+            for slot in slots:
+                spec = one.given[slot]
+                np.testing.assert_array_equal(numbers(found[slot], spec), numbers(expected[slot], spec), slot)
+
+
+def in_one_buffer(one, shifts):
+    """The bytes of each slot after the call. A shift is how far behind a multiple of 256 bytes the slot begins."""
+    buffer, places = bytearray([POISON] * 4096), {}
+    for slot, data in filled(one, run_on_cuda, POISON).items():
+        begin = len(buffer) + shifts.get(slot, 0)
+        places[slot] = slice(begin, begin + len(data))
+        buffer += bytes([POISON]) * (-(-(len(data) + 4096) // 256) * 256)
+        buffer[places[slot]] = data
+    memory = torch.frombuffer(buffer, dtype=torch.uint8).cuda()
+    addresses = {slot: memory.data_ptr() + place.start for slot, place in places.items()}
+    one.run("cuda", addresses, torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+    after = memory.cpu().numpy()
+    found = {slot: after[place].tobytes() for slot, place in places.items()}
+    for place in places.values():
+        after[place] = POISON
+    assert (after == POISON).all(), "a byte beside the tensors is not what it was"
+    return found
 
 
 ON_A_CPU = [
