@@ -46,6 +46,15 @@ struct Conv2dCall {
         y(strides(nhwc, s.out_channels, s.out_h, s.out_w)) {}
 };
 
+// i / n for i < 2^16.
+struct Divisor {
+  unsigned n = 1, magic = 0;
+
+  Divisor() = default;
+  explicit Divisor(int64_t by) : n(static_cast<unsigned>(by)), magic(n > 1 ? 0xffffffffu / n + 1 : 0) {}
+  __device__ int divide(int i) const { return magic ? static_cast<int>(__umulhi(i, magic)) : i; }
+};
+
 // Launches the kernels of a call. Each may start while the one before it ends, and waits itself where it must
 // (overlap.cuh); the first does not overlap the work that the stream already had.
 class LaunchSequence {
@@ -95,6 +104,16 @@ Status depthwise_forward(const char *op, const Conv2dParams &params, const Conv2
 template <typename T>
 Status depthwise_dweight(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, DType dtype,
                          const T *dy, const T *x, float *partial, int *slices, bool *taken);
+
+// Convolutions with groups of several channels in 16 bits, from compute capability 8.0 (conv2d_grouped.cuh), of NHWC
+// with pixels of whole vectors of 16 bytes. y, or with `dx` dx; bias may be null. operands: the weight as the kernels
+// read it. partial: dweight's sums, for each of params.grouped_slices() (out_channels, kernel, grouped_channels()).
+template <typename T>
+Status grouped_forward(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, bool dx,
+                       const T *source, const T *weight, const T *bias, float *operands, T *result);
+template <typename T>
+Status grouped_dweight(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, const T *dy, const T *x,
+                       float *partial);
 
 }  // namespace AOT_ISA
 }  // namespace aot

@@ -10,15 +10,6 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// i / n for i < 2^16.
-struct Divisor {
-  unsigned n = 1, magic = 0;
-
-  Divisor() = default;
-  explicit Divisor(int64_t by) : n(static_cast<unsigned>(by)), magic(n > 1 ? 0xffffffffu / n + 1 : 0) {}
-  __device__ int divide(int i) const { return magic ? static_cast<int>(__umulhi(i, magic)) : i; }
-};
-
 struct DepthwisePlanes : Depthwise {
   Divisor by_row, by_dy_row, by_margin;            // pieces of a row of x and dy as they are loaded; zeros beside a row
   Divisor by_tile, by_residue, by_strip, by_part;  // of an item: column tiles, those of a residue; likewise strips

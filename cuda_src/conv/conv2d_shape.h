@@ -4,6 +4,7 @@
 
 #include "aot.h"
 #include "conv2d_depthwise.h"
+#include "conv2d_grouped.h"
 #include "gemm/matrix.h"
 
 namespace aot {
@@ -44,8 +45,9 @@ struct Conv2dParams {
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
   //   depthwise      a group for each channel (conv2d_depthwise.h)
+  //   grouped        groups of several channels in 16 bits (conv2d_grouped.h)
   //   direct         any call
-  enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise };
+  enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise, grouped };
   // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
   // TF32 that kernel has twice as many steps for as many bytes.
   Kernels y_kernels(const Conv2dShape &s, DType dtype) const {
@@ -210,6 +212,30 @@ struct Conv2dParams {
   }
   static int64_t depthwise_slice(const Conv2dShape &s) { return round_up(s.channels * s.kernel(), 4); }
 
+  // How a pass of groups of several channels is divided. false: the kernels do not take it.
+  bool grouped_call(const Conv2dShape &s, bool dx, Grouped *g) const {
+    auto axis = [&](int i, int64_t in, int64_t out, int64_t kernel) {
+      const int64_t st = stride.value[i], pad = padding.value[i], dil = dilation.value[i];
+      return dx ? grouped_dx_axis(out, in, kernel, st, pad, dil) : grouped_axis(in, out, kernel, st, pad, dil);
+    };
+    g->h = axis(0, s.height, s.out_h, s.kernel_h), g->w = axis(1, s.width, s.out_w, s.kernel_w);
+    set_grouped(s, g);
+    if (dx) std::swap(g->source_pitch, g->result_pitch), std::swap(g->in, g->out);
+    return plan_grouped(g);
+  }
+  bool grouped_dweight_call(const Conv2dShape &s, Grouped *g) const {
+    g->h = grouped_axis(s.height, s.out_h, s.kernel_h, stride.value[0], padding.value[0], dilation.value[0]);
+    g->w = grouped_axis(s.width, s.out_w, s.kernel_w, stride.value[1], padding.value[1], dilation.value[1]);
+    set_grouped(s, g);
+    return plan_grouped_dweight(g);
+  }
+  // Blocks along dweight's sums: a wave of them, two for each multiprocessor.
+  static int64_t grouped_slices(const Grouped &g) {
+    return std::clamp<int64_t>(kFullGrid / (int64_t{g.blocks()} * g.chunks * g.splits), 1, g.tiles());
+  }
+  int64_t grouped_channels(const Conv2dShape &s) const { return round_up(s.channels / groups, 4); }
+  int64_t grouped_slice(const Conv2dShape &s) const { return s.out_channels * s.kernel() * grouped_channels(s); }
+
   // Whether a 1 x 1 kernel on NCHW is a product for each image, without packing. In 16 bits the implicit GEMM is
   // faster, even though those tensors must be packed.
   bool pointwise(const Conv2dShape &s, DType dtype) const {
@@ -262,6 +288,7 @@ struct Conv2dParams {
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
     int64_t few_dweight = 0, few_dx = 0;         // of few channels: the same in all; the weight
     int64_t depthwise_dweight = 0;               // the same, depthwise
+    int64_t grouped = 0, grouped_dweight = 0;    // of groups: the weight as operands; dweight's sums
     // float32 in three parts (conv2d_parts.cuh): packed tensors, and dweight's slices. Compute capability 9.0 alone has
     // the kernels, but shape inference, which a trace may run elsewhere, knows the library and not the device.
     bool three = false;
@@ -274,13 +301,15 @@ struct Conv2dParams {
     bool any(Kernels k) const { return of_y == k || of_dx == k || of_dweight == k; }
     int64_t forward() const {
       if (of_y == few_channels || of_y == depthwise || of_y == direct) return 0;
+      if (of_y == Kernels::grouped) return x + y + grouped;
       return std::max(packed ? weight + y + x : 0, three_weight + three_x) + bias + library;
     }
     // packed x takes the place of packed dx; what kernels of few channels use is free before and after
     int64_t backward() const {
       return std::max(
                  {weight + (packed ? y + x : 0) + hwcn_x + hwcn_y + std::max(slices, planes_slices) * slice + library,
-                  three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx, depthwise_dweight}) +
+                  three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx, depthwise_dweight,
+                  x + y + std::max(grouped, grouped_dweight)}) +
              dbias;
     }
   };
@@ -316,11 +345,40 @@ struct Conv2dParams {
   Kernels choose(const Conv2dShape &s, DType dtype, Depthwise::Pass pass, bool few, bool before_patches) const {
     Depthwise d;
     if (depthwise_call(s, dtype, pass, &d)) return depthwise;
+    if (grouped_fits(s, dtype) && grouped_takes(s, pass)) return grouped;
     if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
     if (x_is_patches(s, dtype)) return patches;
     if (are_patches(s, dtype)) return few && before_patches ? few_channels : patches;
     if (few) return few_channels;
     return dtype == DType::float64 ? direct : implicit_gemm;
+  }
+
+  // Pairs of channels are together in a word, and images have 31 bits of elements.
+  bool grouped_fits(const Conv2dShape &s, DType dtype) const {
+    constexpr int64_t kMost = 0x7fffffff, kMaxParam = 1 << 15, kMostStride = kGroupedPhases, kMostKernel = 32;
+    bool fits = itemsize(dtype) == 2 && groups > 1 && s.channels > 0 && s.out_channels > 0 && s.pixels() > 0 &&
+                s.kernel_h <= kMostKernel && s.kernel_w <= kMostKernel &&
+                s.batch * std::max(s.height * s.width, s.out_h * s.out_w) < kMost &&
+                round_up(s.channels, 8) * s.height * s.width < kMost &&
+                round_up(s.out_channels, 8) * s.out_h * s.out_w < kMost &&
+                s.out_channels * s.kernel() * (s.channels / groups) < kMost / 8;
+    for (int i = 0; i < 2; ++i)
+      fits = fits && stride.value[i] <= kMostStride && padding.value[i] < kMaxParam && dilation.value[i] < kMaxParam;
+    const int64_t in = s.channels / groups, out = s.out_channels / groups;
+    fits = fits && groups * divide_up(in, kGroupedWide) * divide_up(out, kGroupedWide / 2) < 1 << 16;  // blocks
+    return fits &&
+           (std::max(in, out) <= kGroupedWide ? (in | out) % 2 == 0 : (in | out) % 8 == 0 && (in | out) < 1 << 12);
+  }
+  bool grouped_takes(const Conv2dShape &s, Depthwise::Pass pass) const {
+    Grouped g;
+    return pass == Depthwise::dweight ? grouped_dweight_call(s, &g) : grouped_call(s, pass == Depthwise::dx, &g);
+  }
+  // What all passes have alike.
+  void set_grouped(const Conv2dShape &s, Grouped *g) const {
+    g->batch = static_cast<int>(s.batch), g->groups = static_cast<int>(groups);
+    g->in = static_cast<int>(s.channels / groups), g->out = static_cast<int>(s.out_channels / groups);
+    g->source_pitch = static_cast<int>(round_up(s.channels, 8));
+    g->result_pitch = static_cast<int>(round_up(s.out_channels, 8));
   }
 
   // Adds the sizes of packed tensors, patches and partial sums to a plan whose kernels are chosen.
@@ -343,6 +401,17 @@ struct Conv2dParams {
     }
     // float64's direct kernels need none, but dweight of a 1 x 1 kernel may be products of each image in as much
     const bool products = groups == 1 && dtype == DType::float64 && s.kernel() == 1 && !nhwc();
+    if (p.any(grouped)) {
+      p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
+      p.packed = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
+      p.x = p.packed ? words(s.batch * s.height * s.width * p.channels, size) : 0;
+      p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
+      Grouped g;
+      if ((p.of_y == grouped || p.of_dx == grouped) && grouped_call(s, p.of_dx == grouped, &g)) p.grouped = g.words();
+      if (p.of_dweight == grouped && grouped_dweight_call(s, &(g = {})))
+        p.grouped_dweight = grouped_slices(g) * grouped_slice(s);
+      return p;
+    }
     if (!p.any(implicit_gemm) && !products) return p;
     p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
     p.packed_y = !nhwc() || p.out_channels != s.out_channels, p.packed = p.packed_y || p.channels != s.channels;

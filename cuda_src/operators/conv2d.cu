@@ -654,6 +654,69 @@ Status depthwise_dweight(const Conv2dBackward &op, const Conv2dCall &c, DType dt
   return sum_dweight(whole, partial, slices, slice, slice, dweight, launch);
 }
 
+// A call with groups of several channels, of tensors that are packed into the workspace first if the kernels cannot
+// take them.
+template <typename T>
+class GroupedImages {
+ public:
+  GroupedImages(const char *op, const Conv2dParams &params, const Conv2dShape &s, const Conv2dParams::Plan &plan,
+                const Tensor &workspace, cudaStream_t stream)
+      : params_(params), call_(params, s), plan_(plan), launch_(op, stream), next_(workspace.as<float>()) {
+    supported_ = plan.any(params.grouped) && workspace && aligned(workspace.data);
+  }
+
+  // Whether the call is supported with these images, which other kernels than those of packing read or write.
+  bool supports(const T *x, const T *y) const {
+    return supported_ && (plan_.packed || aligned(x)) && (plan_.packed_y || aligned(y));
+  }
+
+  Status y(const T *x, const T *weight, const T *bias, T *y) {
+    T *x_at = take(plan_.x), *y_at = plan_.packed_y ? take(plan_.y) : y;
+    AOT_TRY(pack_images(plan_.packed, &x, x_planes(), x_at, plan_.channels));
+    AOT_TRY(grouped_forward(launch_, params_, call_, false, x, weight, bias, next_, y_at));
+    return plan_.packed_y ? unpack(call_.nhwc, y_at, plan_.out_channels, y_planes(), y, launch_) : kOk;
+  }
+
+  // dx or dweight may be null. Packed dx takes the place of packed x.
+  Status backward(const T *dy, const T *x, const T *weight, T *dx, T *dweight) {
+    T *x_at = take(plan_.x), *dy_at = take(plan_.y);
+    AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(), dy_at, plan_.out_channels));
+    if (dweight) {
+      const Conv2dShape &s = call_.s;
+      AOT_TRY(pack_images(plan_.packed, &x, x_planes(), x_at, plan_.channels));
+      AOT_TRY(grouped_dweight(launch_, params_, call_, dy, x, next_));
+      Grouped g;
+      params_.grouped_dweight_call(s, &g);
+      Conv2dCall of_group = call_;
+      of_group.s.channels = s.channels / call_.groups;
+      AOT_TRY(sum_dweight(of_group, next_, static_cast<int>(params_.grouped_slices(g)), params_.grouped_slice(s),
+                          params_.grouped_channels(s), dweight, launch_));
+    }
+    if (!dx) return kOk;
+    launch_.wait_for_all();  // the weight's operands take the place of dweight's sums, and dx that of x
+    T *dx_at = plan_.packed ? x_at : dx;
+    AOT_TRY(grouped_forward(launch_, params_, call_, true, dy, weight, static_cast<const T *>(nullptr), next_, dx_at));
+    return plan_.packed ? unpack(call_.nhwc, dx_at, plan_.channels, x_planes(), dx, launch_) : kOk;
+  }
+
+ private:
+  T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
+  Planes x_planes() const { return {call_.s.batch, call_.s.channels, call_.s.height * call_.s.width}; }
+  Planes y_planes() const { return {call_.s.batch, call_.s.out_channels, call_.s.out_h * call_.s.out_w}; }
+  Status pack_images(bool packed, const T **tensor, Planes planes, T *to, int64_t channels) {
+    if (!packed) return kOk;
+    AOT_TRY(pack(call_.nhwc, *tensor, planes, to, planes.images, channels, launch_));
+    return *tensor = to, kOk;
+  }
+
+  const Conv2dParams &params_;
+  Conv2dCall call_;
+  const Conv2dParams::Plan plan_;
+  LaunchSequence launch_;
+  float *next_;
+  bool supported_;
+};
+
 template <typename T>
 Status direct_dx(const Conv2dCall &c, const T *dy, const T *weight, T *dx, cudaStream_t stream) {
   const int64_t n = c.s.batch * c.s.channels * c.s.height * c.s.width;
@@ -717,6 +780,10 @@ Status conv2d_cuda(const Conv2d &op, const Tensor *in, const Tensor *out, void *
       ImplicitGemmCall<T> call(op.name, op, s, plan, in[0].dtype, out[1], stream);
       if (implicit_gemm && plan.of_y == op.implicit_gemm && call.supports(y, x, weight))
         return call.y(x, weight, bias, y);
+      if constexpr (sizeof(T) == 2) {
+        GroupedImages<T> grouped(op.name, op, s, plan, out[1], stream);
+        if (implicit_gemm && plan.of_y == op.grouped && grouped.supports(x, y)) return grouped.y(x, weight, bias, y);
+      }
     }
     conv2d_kernel<<<direct_grid(n), kDirectBlock, 0, stream>>>(Conv2dCall(op, s), x, weight, bias, y, n);
     return check_launch(op.name);
@@ -785,6 +852,16 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
       if (of_dx || of_dweight)
         AOT_TRY(call.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
+      if constexpr (sizeof(T) == 2) {
+        GroupedImages<T> grouped(op.name, op, s, plan, out[3], stream);
+        const bool dx_grouped = dx_left && plan.of_dx == op.grouped,
+                   dweight_grouped = dweight_left && plan.of_dweight == op.grouped;
+        const bool images = grouped.supports(dx_grouped ? dx : x, dy) && grouped.supports(dweight_grouped ? x : dx, dy);
+        if (implicit_gemm && images && (dx_grouped || dweight_grouped)) {
+          AOT_TRY(grouped.backward(dy, x, weight, dx_grouped ? dx : nullptr, dweight_grouped ? dweight : nullptr));
+          dx_left = dx_left && !dx_grouped, dweight_left = dweight_left && !dweight_grouped;
+        }
+      }
     }
     if (dx_left) AOT_TRY(direct_dx(c, dy, weight, dx, stream));
     if (dweight_left) AOT_TRY(direct_dweight(c, dy, x, dweight, stream));

@@ -1,0 +1,253 @@
+// How convolutions with groups of several channels (conv2d_grouped.cuh) divide a pass. Sizes alone decide.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <numeric>
+
+#include "conv2d_depthwise.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+constexpr int kGroupedPhases = 4;  // along an axis
+constexpr int kGroupedWide = 64;   // channels of a group that are together in shared memory
+constexpr int kGroupedChunk = 32;  // of wider groups at a time
+constexpr int kGroupedTaps = 3;    // kernel elements of a warp in dweight
+constexpr int kGroupedUnit = 32;   // positions of a warp in y and dx, and of which dweight's tiles have a multiple
+constexpr int kGroupedWarps = 24;  // of a multiprocessor, by registers
+constexpr int64_t kGroupedShared = 99 << 10;  // every device has these since 8.0
+
+// The elements of the kernel that pixels of one remainder by dx's stride meet, or all: kernel_first + t * kernel_step
+// at the source's pixel first + t * unit from the position, t < taps.
+struct GroupedPhase {
+  int first = 0, taps = 0, kernel_first = 0;
+};
+
+// An axis of a pass, from x to y or from dy to dx. A position is a pixel of y, or `phases` pixels of dx, as many as the
+// stride: pixel i * phases + p is of phase p. Position i meets the source from i * step + lowest on, `span` pixels.
+struct GroupedAxis {
+  int source = 0, result = 0, count = 0;  // pixels, and positions
+  int step = 1, unit = 1, kernel_step = 1, lowest = 0, span = 1, phases = 1;
+  GroupedPhase phase[kGroupedPhases];
+
+  int window(int positions) const { return (positions - 1) * step + span; }
+  void set_span() {
+    int most = 0;
+    for (int p = 0; p < phases; ++p) {
+      const int last = phase[p].first + std::max(phase[p].taps - 1, 0) * unit;
+      const int low = std::min(phase[p].first, last), high = std::max(phase[p].first, last);
+      lowest = p ? std::min(lowest, low) : low, most = p ? std::max(most, high) : high;
+    }
+    span = most - lowest + 1;
+  }
+};
+
+inline GroupedAxis grouped_axis(int64_t in, int64_t out, int64_t kernel, int64_t stride, int64_t padding,
+                                int64_t dilation) {
+  GroupedAxis a;
+  a.source = static_cast<int>(in), a.result = a.count = static_cast<int>(out);
+  a.step = static_cast<int>(stride), a.unit = static_cast<int>(dilation);
+  a.phase[0] = {static_cast<int>(-padding), static_cast<int>(kernel), 0};
+  a.set_span();
+  return a;
+}
+
+// The axis of a call's dx, with `in` elements of dy and `out` of dx.
+inline GroupedAxis grouped_dx_axis(int64_t in, int64_t out, int64_t kernel, int64_t stride, int64_t padding,
+                                   int64_t dilation) {
+  const int64_t common = std::gcd(stride, dilation), step = stride / common;
+  GroupedAxis a;
+  a.source = static_cast<int>(in), a.result = static_cast<int>(out), a.phases = static_cast<int>(stride);
+  a.count = static_cast<int>((out + stride - 1) / stride);
+  a.unit = static_cast<int>(-dilation / common), a.kernel_step = static_cast<int>(step);
+  for (int64_t p = 0; p < stride; ++p)
+    for (int64_t r = 0; r < std::min(step, kernel); ++r)
+      if ((p + padding - r * dilation) % stride == 0)
+        a.phase[p] = {static_cast<int>((p + padding - r * dilation) / stride),
+                      static_cast<int>((kernel - r + step - 1) / step), static_cast<int>(r)};
+  a.set_span();
+  return a;
+}
+
+// A pass as the kernels take it. A block has tiles of rows x cols positions, one after another, for the channels of
+// some groups, or for a part of a group's results, whose terms it then adds a chunk of channels at a time.
+struct Grouped {
+  GroupedAxis h, w;
+  int batch = 0, groups = 0, in = 0, out = 0;  // channels of a group, of the source and of the result
+  int source_pitch = 0, result_pitch = 0;      // channels of a pixel in memory
+  int block_groups = 1, parts = 1, part = 0;   // blocks along a group's results, and results of one
+  int chunk = 0, chunks = 1;
+  int units = 0, rows = 0, cols = 0, window_h = 0, window_w = 0, tiles_h = 0, tiles_w = 0;
+  int channels = 0, pixel = 0;  // of the source in shared memory, and bytes of a pixel with them
+  int warps = 0, shared = 0, pieces = 1, eights = 1;
+  // y and dx: pieces of a part's results, of `eights` 8s each; units of positions; steps of 16 terms up to each phase
+  int first_step[kGroupedPhases * kGroupedPhases + 1] = {};
+  // of the result in shared memory likewise: those of dy's tile in dweight, else of a warp
+  int result_channels = 0, result_pixel = 0;
+  // dweight: 16s of results, pieces of `eights` of the channels, blocks along all
+  int sixteens = 1, splits = 1;
+
+  AOT_BOTH_SIDES int taps() const { return h.phase[0].taps * w.phase[0].taps; }
+  AOT_BOTH_SIDES int phases() const { return h.phases * w.phases; }
+  AOT_BOTH_SIDES int steps() const { return first_step[phases()]; }
+  AOT_BOTH_SIDES int64_t tiles() const { return int64_t{batch} * tiles_h * tiles_w; }
+  AOT_BOTH_SIDES int windows() const { return window_h * window_w * pixel; }
+  // Bytes of dy's tile, and the places of its positions.
+  AOT_BOTH_SIDES int dweight_tile(int positions) const { return positions * (result_pixel + 4); }
+  // Results of units that are in shared memory before they are written.
+  AOT_BOTH_SIDES int staged() const { return chunks > 1 ? warps : units; }
+  // Words of the weight as operands, for one group and part.
+  AOT_BOTH_SIDES int chunk_words() const { return steps() * pieces * eights * 64; }
+  AOT_BOTH_SIDES int part_words() const { return chunks * chunk_words(); }
+  int64_t words() const { return int64_t{groups} * parts * part_words(); }
+  int blocks() const { return (groups + block_groups - 1) / block_groups * parts; }
+};
+
+inline int grouped_up(int64_t n, int64_t to) { return static_cast<int>((n + to - 1) / to * to); }
+
+// Bytes of a pixel: an odd number of 16s, so that neighbouring pixels are in other banks.
+inline int grouped_pixel(int channels) { return channels * 2 + (channels / 8 % 2 ? 0 : 16); }
+
+// Channels that are loaded for `n` of them from any multiple of n on: whole vectors of 8.
+inline int grouped_loaded(int n) { return n % 8 ? grouped_up(n + 7, 8) : n; }
+
+// Chooses the tiles, of `most` units of positions at most, for which cost(units, pixels of a window), of an image's
+// tiles, is least; below 0 they do not fit. The cost, or -1.
+template <class Cost>
+double grouped_tiles(Grouped *g, int most, Cost cost) {
+  constexpr int kLeastColumns = 7, kMostPixels = 1 << 13;
+  double least = -1;
+  for (int units = 1; units <= most; ++units)
+    for (int across = 1; across <= g->w.count; ++across) {
+      const int positions = units * kGroupedUnit, cols = (g->w.count + across - 1) / across;
+      if (cols > positions) continue;
+      const int down = (g->h.count + positions / cols - 1) / (positions / cols), rows = (g->h.count + down - 1) / down;
+      if (rows * cols <= positions - kGroupedUnit) continue;
+      const int64_t window = int64_t{g->h.window(rows)} * g->w.window(cols);
+      const double each = window <= kMostPixels ? cost(units, static_cast<int>(window)) : -1;
+      const double all = double(down) * across * each;
+      if (each >= 0 && (least < 0 || all < least)) {
+        least = all, g->units = units, g->rows = rows, g->cols = cols;
+        g->tiles_h = (g->h.count + rows - 1) / rows, g->tiles_w = (g->w.count + cols - 1) / cols;
+      }
+      if (cols <= kLeastColumns) break;
+    }
+  if (least >= 0) g->window_h = g->h.window(g->rows), g->window_w = g->w.window(g->cols);
+  return least;
+}
+
+// How much longer a kernel takes that leaves a multiprocessor few warps to hide latencies with.
+inline double grouped_idle(int64_t shared, int warps) {
+  constexpr int kAllShared = 222 << 10, kEnough = 24;
+  const int64_t blocks = std::min<int64_t>(kAllShared / (shared + 1024), kGroupedWarps / warps);
+  return double(kEnough) / std::clamp<int64_t>(blocks * warps, 1, kEnough);
+}
+
+// Plans y or dx's pass, whose sizes are there. Costs are warps' instructions. false: it does not fit in shared memory.
+inline bool plan_grouped(Grouped *g) {
+  constexpr int kMostWarps = 8, kMostWeights = 48 << 10, kLoad = 14, kItem = 150;
+  constexpr double kLine = 1.5;  // vectors of 16 bytes that a pixel's first and last sectors have besides
+  g->chunk = g->in <= kGroupedWide ? g->in : kGroupedChunk;
+  g->chunks = (g->in + g->chunk - 1) / g->chunk;
+  for (int p = 0; p < g->phases(); ++p) {
+    const int taps = g->h.phase[p / g->w.phases].taps * g->w.phase[p % g->w.phases].taps;
+    g->first_step[p + 1] = g->first_step[p] + (taps * g->chunk + 15) / 16;
+  }
+  auto divide = [&](int parts) {
+    g->part = g->out % 8 ? g->out : grouped_up((g->out + parts - 1) / parts, 8);
+    g->parts = (g->out + g->part - 1) / g->part;
+    const int eights = (g->part + 7) / 8;
+    g->pieces = (eights + 3) / 4, g->eights = (eights + g->pieces - 1) / g->pieces;
+  };
+  divide((g->out + kGroupedWide - 1) / kGroupedWide);
+  if (g->out % 8 == 0 && g->part > 32 && (g->chunks > 1 || g->chunk_words() * 4 > kMostWeights))
+    divide((g->out + 31) / 32);
+  const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
+  // whole sectors of results
+  const int together = narrow && g->parts == 1 ? std::min(16 / std::gcd(g->out, 16), g->groups) : 1;
+  const int most = narrow && g->parts == 1 ? std::clamp(96 / std::max(g->in, g->out), 1, g->groups) : 1;
+  const int stages = g->chunks > 1 ? 2 : 1, wide_tasks = g->phases() * g->pieces;
+  Grouped best;
+  double least = -1;
+  int tried = 0;
+  for (int wanted = most; wanted >= 1; wanted /= 2) {
+    Grouped t = *g;
+    const int usual = std::min(grouped_up(wanted, together), t.groups), blocks = (t.groups + usual - 1) / usual;
+    t.block_groups = std::min(grouped_up((t.groups + blocks - 1) / blocks, together), t.groups);
+    if (t.block_groups == tried) continue;
+    tried = t.block_groups;
+    t.channels = grouped_loaded(t.chunks > 1 ? t.chunk : t.block_groups * t.in), t.pixel = grouped_pixel(t.channels);
+    t.result_channels = t.chunks > 1 ? t.eights * 8 : grouped_up(t.block_groups * t.part, 8);
+    t.result_pixel = grouped_pixel(t.result_channels);
+    const int64_t beside = int64_t{stages} * 4 * t.block_groups * t.chunk_words() + t.steps() * 8 * 4 + 24;
+    auto warps = [&](int units) {
+      return units * (t.chunks > 1 ? wide_tasks : std::min(t.block_groups * t.pieces, kMostWarps / units));
+    };
+    auto shared = [&](int units, int window) {
+      const int64_t staged = t.chunks > 1 ? warps(units) : units;
+      return int64_t{window} * (2 * t.pixel + 8) + beside + kGroupedUnit * (staged * t.result_pixel + 8 * units);
+    };
+    const int most_units = kMostWarps / (t.chunks > 1 ? wide_tasks : 1);
+    const double cost = grouped_tiles(&t, most_units, [&](int units, int window) {
+      if (shared(units, window) > kGroupedShared) return -1.0;
+      const double terms = t.steps() * (10.0 + 3 * t.eights), results = t.phases() * (30.0 + 12 * t.eights);
+      const double products = t.block_groups * t.pieces * units * (t.chunks * terms + results);
+      const double loads = t.chunks * (window * (t.channels / 8 + kLine) / 32 * kLoad + kItem * warps(units));
+      return (products + loads) * grouped_idle(shared(units, window), warps(units));
+    });
+    if (cost >= 0 && (least < 0 || cost * blocks < least)) {
+      least = cost * blocks, best = t;
+      best.warps = warps(t.units), best.shared = static_cast<int>(shared(t.units, t.window_h * t.window_w));
+    }
+  }
+  if (least < 0) return false;
+  return *g = best, true;
+}
+
+// Plans dweight's pass: its result is dy, and its source x.
+inline bool plan_grouped_dweight(Grouped *g) {
+  constexpr int kMostWarps = 12, kMostUnits = 8;
+  const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
+  g->chunk = std::min(g->in, kGroupedWide), g->chunks = (g->in + g->chunk - 1) / g->chunk;
+  g->part = std::min(g->out, kGroupedWide), g->parts = (g->out + g->part - 1) / g->part;
+  // groups of few results share rows of a product, which begin at multiples of 8
+  const int most = narrow ? std::clamp(kGroupedWide / std::max(g->in, g->out), 1, g->groups) : 1;
+  const int blocks = (g->groups + most - 1) / most, even = (g->groups + blocks - 1) / blocks;
+  g->block_groups = most < 4 || most == g->groups ? even : std::min(most / 4 * 4, grouped_up(even, 4));
+  g->channels = grouped_loaded(g->block_groups * g->chunk);
+  g->result_channels = grouped_loaded(g->block_groups * g->part);
+  g->pixel = grouped_pixel(g->channels), g->result_pixel = grouped_pixel(g->result_channels);
+  // channels that meet a sixteen of results, from a multiple of 8 on
+  auto columns = [&](int n) { return g->in % 8 ? (n + 14) / 8 * 8 : n; };
+  int most_columns;
+  if (g->part < 16) {
+    const bool whole = g->block_groups == g->groups || g->block_groups % 4 == 0;
+    const int together = std::min(16 / g->part, g->block_groups);
+    g->sixteens = (g->result_channels + 15) / 16;
+    most_columns = whole && 16 % g->part == 0 && together * g->in % 8 == 0
+                       ? together * g->in
+                       : columns(std::min(14 / g->part + 2, g->block_groups) * g->in);
+  } else {
+    g->sixteens = g->block_groups * (((g->part % 8 ? g->part + 7 : g->part) + 15) / 16);
+    most_columns = columns(g->chunk);
+  }
+  const int eights = (most_columns + 7) / 8;
+  g->pieces = (eights + 3) / 4, g->eights = (eights + g->pieces - 1) / g->pieces;
+  const int tasks = g->sixteens * g->pieces * ((g->taps() + kGroupedTaps - 1) / kGroupedTaps);
+  g->splits = (tasks + kMostWarps - 1) / kMostWarps, g->warps = (tasks + g->splits - 1) / g->splits;
+  auto shared = [&](int units, int window) {
+    return 2 * (int64_t{window} * g->pixel + g->dweight_tile(units * kGroupedUnit)) + int64_t{window} * 8 + 16;
+  };
+  const double cost = grouped_tiles(g, kMostUnits, [&](int units, int window) {
+    if (shared(units, window) > kGroupedShared) return -1.0;
+    const double steps = units * kGroupedUnit / 16.0 * (8 + kGroupedTaps * (4 + 1.5 * g->eights)) * g->warps;
+    const double vectors = (window * g->channels + units * kGroupedUnit * g->result_channels) / 8;
+    return (steps + vectors / 32 * 14 + 100 * g->warps) * grouped_idle(shared(units, window), g->warps);
+  });
+  if (cost < 0) return false;
+  return g->shared = static_cast<int>(shared(g->units, g->window_h * g->window_w)), true;
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
