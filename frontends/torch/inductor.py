@@ -33,7 +33,7 @@ from aotops.op import Op
 
 from ..imports import after_import
 from ..torch_schema import splitter
-from . import compiled, laid_out, padding, private, recomputed, views
+from . import compiled, contiguous, laid_out, padding, private, recomputed, views
 from .images import images_of
 from .mathematics import Mathematics, all_narrow
 from .tensors import packed
@@ -124,7 +124,11 @@ def _places(op: Op, replaced: Mapping[str, str]) -> list[tuple[int, int]]:
     return [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in replaced.items()]
 
 
-def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., Any]) -> Callable[..., Any] | None:
+def _decomposition(one: Operator, composed: Callable[..., Any]) -> Callable[..., Any] | None:
+    return contiguous.with_copies(one.op, one.overload, _formula(one.op, one.forward, one.overload, composed))
+
+
+def _formula(op: Op, forward: Op, overload: Any, composed: Callable[..., Any]) -> Callable[..., Any] | None:
     if (formula := fused(op, forward)) is not None:
         return _of_products(op, forward, overload, formula)
     if op is not forward and forward.instead:
@@ -227,7 +231,7 @@ def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Cal
             if one.overwriting is not None:
                 lowering.lowerings[one.overload] = _overwriting(lowering, one)
         # after the fallbacks, which an operator with a decomposition is refused
-        _decompose({one.overload: _decomposition(one.op, one.forward, one.overload, composed) for one in operators})
+        _decompose({one.overload: _decomposition(one, composed) for one in operators})
     except Exception as error:  # Inductor must work: without this it does, though more slowly
         warnings.warn(f"aotops: Inductor {torch.__version__} took no operators: {error!r}", stacklevel=2)
 

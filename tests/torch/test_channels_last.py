@@ -325,3 +325,42 @@ def test_images_that_inductor_lays_out_are_not_copied(dynamic):
             assert f"'{name}', ((2, 2), (1, 1), (1, 1), 1, '{'NCHW' if dynamic else 'NHWC'}'," in code
         for name in ("batch_norm", "batch_norm_backward", "batch_norm_relu", "batch_norm_relu_backward"):
             assert f"'{name}', (1e-05, {1 if dynamic else -1})" in code
+
+
+class _Normed(torch.nn.Module):
+    """A convolution of a group norm's results, which on a GPU are NCHW."""
+
+    def __init__(self, convolution):
+        super().__init__()
+        self.first, self.last = (convolution(8, 8, 3, padding=1) for _ in range(2))
+        self.weight = torch.nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        x = self.first(x)
+        normed = torch.nn.functional.group_norm(x.contiguous(), 2, self.weight)
+        return x + self.last(torch.nn.functional.silu(normed))
+
+
+def test_no_copy_around_a_kernel_is_hidden_from_inductor():
+    """Images are written as the kernel reads them, in as many loops as around torch's convolution."""
+    from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
+
+    x, loops, found = last(2, 8, 5, 6), {}, {}
+    for name, convolution in (("torch", torch.nn.Conv2d), ("ours", ours.Conv2d)):
+        torch.manual_seed(0)
+        model = _Normed(convolution).to(memory_format=torch.channels_last)
+        loss = lambda x, model=model: model(x).square().mean()  # noqa: E731
+        gradients = lambda run, model=model: torch.autograd.grad(run(x), list(model.parameters()))  # noqa: E731
+        torch._dynamo.reset()
+        compiled = torch.compile(loss)
+        with fresh_inductor_cache():
+            found[name], codes = run_and_get_code(gradients, compiled)
+        loops[name] = [line for code in codes for line in code.splitlines() if line.strip().startswith("cpp_fused")]
+        for got, expected in zip(found[name], gradients(loss), strict=True):
+            assert got.stride() == expected.stride()
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    with torch.profiler.profile() as profile:
+        gradients(compiled)
+    torch._dynamo.reset()
+    assert not [event.name for event in profile.events() if event.name == "aten::copy_"]
+    assert 0 < len(loops["ours"]) <= len(loops["torch"])

@@ -344,9 +344,9 @@ def test_an_activation_is_computed_again_in_the_backward(as_on_a_gpu, monkeypatc
 # ---------------------------------------------------------------------------------------------------------------- kept
 
 
-def _keeping(function, on_backward):
+def _keeping(function, on_backward, on_each=lambda graph: None, dynamic=None):
     """``function``, compiled by Inductor's passes of the whole graph and its partition, and run by torch.
-    ``on_backward`` takes the inputs of the backward's graph."""
+    ``on_backward`` takes the inputs of the backward's graph, ``on_each`` both graphs."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor.decomposition import select_decomp_table
@@ -360,9 +360,11 @@ def _keeping(function, on_backward):
         return min_cut_rematerialization_partition(module, inputs, **kwargs)
 
     def forward(module, _):
+        on_each(module.graph)
         return make_boxed_func(module.forward)
 
     def backward(module, _):
+        on_each(module.graph)
         on_backward([node for node in module.graph.nodes if node.op == "placeholder" and "tangents" not in node.name])
         return make_boxed_func(module.forward)
 
@@ -371,7 +373,7 @@ def _keeping(function, on_backward):
         return aot_module_simplified(module, inputs, fw_compiler=forward, bw_compiler=backward, **tools)
 
     torch._dynamo.reset()
-    return torch.compile(function, backend=backend, fullgraph=True)
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def _kept(convolution, x):
@@ -750,3 +752,73 @@ def test_what_is_written_in_place_refuses_a_graph_that_is_kept():
     assert slope.eq(1).all()
     torch.autograd.backward(loss, torch.tensor(5.0))
     assert slope.eq(5).all()
+
+
+# ----------------------------------------------------------------------------------------------------------- contiguous
+
+
+def _transposed(x, weight):
+    return ours.layer_norm(x.transpose(1, 2), 5, weight)
+
+
+def _sliced(x, weight):
+    return ours.softmax(x[:, :, ::2], 1)
+
+
+def _read_twice(x, weight):
+    y = x.transpose(1, 2)
+    return ours.layer_norm(y, 5, weight) + ours.layer_norm(y, 5)
+
+
+def _expanded(x, weight):
+    return ours.layer_norm(weight.expand(4, 5), 5)
+
+
+STRIDED = {"transposed": _transposed, "sliced": _sliced, "read twice": _read_twice, "expanded": _expanded}
+"""Calls with an input that is not contiguous."""
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", STRIDED)
+def test_a_copy_that_a_kernel_needs_is_in_the_graph_once(case, dynamic):
+    """Forward and backward read the same one."""
+    function = STRIDED[case]
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 5, 6, requires_grad=True), torch.randn(5, requires_grad=True)]
+    strided, copies = [], []
+
+    def look(graph):
+        for node in graph.nodes:
+            if str(node.target).startswith("aotops."):
+                values = [a.meta["val"] for a in node.args if isinstance(a, torch.fx.Node)]
+                strided.extend(t for t in values if not t.is_contiguous())
+            elif node.target is torch.ops.aten.clone.default:
+                copies.append(node)
+
+    results = [
+        [y := f(*leaves), *torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)]
+        for f in (_keeping(function, lambda inputs: None, look, dynamic), function)
+    ]
+    for got, other in zip(*results, strict=True):
+        assert (got is None) == (other is None)
+        if other is not None:
+            assert got.stride() == other.stride()
+            torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-6)
+    assert not strided
+    assert len(copies) == 1
+
+
+def test_sizes_that_depend_on_data_are_not_compared():
+    """Whether a view of them is contiguous is not known: the call copies it."""
+    from torch._dynamo import config
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def chosen(x, mask):
+        return ours.softmax(x[mask].t(), 1)
+
+    x = torch.randn(6, 5)
+    backend = aot_autograd(fw_compiler=lambda module, _: module, decompositions=select_decomp_table())
+    with config.patch(capture_dynamic_output_shape_ops=True):
+        got = torch.compile(chosen, backend=backend, fullgraph=True)(x, x[:, 0] > 0)
+    torch.testing.assert_close(got, chosen(x, x[:, 0] > 0))
