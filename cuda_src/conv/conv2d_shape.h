@@ -373,7 +373,7 @@ struct Conv2dParams {
     Grouped g;
     return pass == Depthwise::dweight ? grouped_dweight_call(s, &g) : grouped_call(s, pass == Depthwise::dx, &g);
   }
-  // What all passes have alike.
+  // Sets what all passes have alike.
   void set_grouped(const Conv2dShape &s, Grouped *g) const {
     g->batch = static_cast<int>(s.batch), g->groups = static_cast<int>(groups);
     g->in = static_cast<int>(s.channels / groups), g->out = static_cast<int>(s.out_channels / groups);
