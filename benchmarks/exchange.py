@@ -38,11 +38,10 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
 
 
 def batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
-    """Like the library's module it is torch's where it is compiled for a GPU."""
-    is_alone = not (input.is_cuda and torch.compiler.is_compiling())
+    """Compiled, too, where the library's module is torch's: Dynamo takes it for torch's, and does not read it."""
     terms = input.numel() // max(1, input.shape[1])
     is_right = momentum is not None and (running_mean is None) == (running_var is None) and terms > 1 and eps > 0
-    if training and is_alone and is_right and taken(input, weight, bias):
+    if training and is_right and taken(input, weight, bias):
         y, mean, var = aotops.batch_norm(input, weight, bias, eps)
         batches = torch.empty((), dtype=torch.int64, device=input.device)  # nn.BatchNorm2d counts them before the call
         module = SimpleNamespace(running_mean=running_mean, running_var=running_var, momentum=momentum)

@@ -15,9 +15,8 @@ Status with_eights(int eights, F f) {
 
 // Blocks along the tiles, which have as many each: no more than the device holds at once.
 unsigned grouped_grid(const Grouped &g, int64_t others, int multiprocessors) {
-  constexpr int kShared = 222 << 10;
-  const int64_t blocks = std::max(std::min(kShared / (g.shared + 1024), kGroupedWarps / g.warps), 1);
-  const int64_t most = std::clamp<int64_t>(multiprocessors * blocks / others, 1, g.tiles());
+  const int64_t at_once = multiprocessors * grouped_blocks(g.shared, g.warps);
+  const int64_t most = std::clamp<int64_t>(at_once / others, 1, g.tiles());
   return static_cast<unsigned>(ceil_div(g.tiles(), ceil_div(g.tiles(), most)));
 }
 

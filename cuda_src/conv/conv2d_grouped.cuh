@@ -14,6 +14,8 @@
 // products with an infinity would be NaN. dweight's rows and columns may be of different groups, and those results are
 // dropped: no sum has terms of two groups.
 //
+// Zeros beside an image are multiplied, as by the implicit GEMM: with an infinite weight they make NaN.
+//
 // A block keeps the weight of its groups in shared memory, as the lanes' operands, and goes from tile to tile, with the
 // next tile's window on its way. Wider groups than kGroupedWide come in chunks of channels, each with its weight. The
 // pixels of a position of dx, of several phases of the stride, meet one window of dy.
@@ -87,8 +89,7 @@ __device__ inline void load_window(const GroupedCall &c, const GroupedTile &tile
   }
 }
 
-// --------------------------------------------------------------------------------------------------- weight as
-// operands
+// ------------------------------------------------------------------------------------------------- weight as operands
 
 // The weight as operands: (groups, parts, chunks, steps of all phases, pieces, eights, lanes), 8 bytes each. A thread
 // writes one. Results and channels of a group are weight.image and weight.channel apart in y, and in dx the other way
@@ -129,8 +130,7 @@ __global__ void __launch_bounds__(256)
   wait_for_kernel_before();
 }
 
-// ---------------------------------------------------------------------------------------------------------------- y,
-// dx
+// --------------------------------------------------------------------------------------------------------------- y, dx
 
 // The bits of two neighbours.
 template <typename T>
@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(256, 3) grouped_kernel(const __grid_constant__
   char *const weights = memory + 2 * windows, *const staged = weights + stages * chunk_bytes;
   int2 *const spots = reinterpret_cast<int2 *>(staged + g.staged() * kUnit * g.result_pixel);
   int2 *const pixels = spots + g.units * kUnit;
-  int *const zeros = reinterpret_cast<int *>(pixels + (g.window_h * g.window_w + 1) / 2 * 2), *const offsets =
-                                                                                                  zeros + 4;
+  int *const zeros = reinterpret_cast<int *>(pixels + (g.window_h * g.window_w + 1) / 2 * 2);
+  int *const offsets = zeros + 4;
   write_offsets<kWhole>(c, offsets);
   write_pixels(c, pixels);
   if (threadIdx.x < 4) zeros[threadIdx.x] = 0;
@@ -347,8 +347,7 @@ __global__ void __launch_bounds__(256, 3) grouped_kernel(const __grid_constant__
   }
 }
 
-// --------------------------------------------------------------------------------------------------------------
-// dweight
+// ------------------------------------------------------------------------------------------------------------ dweight
 
 // The rows and columns of a warp's products: 16 results from `result`, 8s of channels from `channel` on, of the block's
 // in shared memory, for some groups of the block.
@@ -372,7 +371,7 @@ struct GroupedSixteen {
 
 // partial[slice][out_channel][element][channel of the group, in fours]: a block sums the tiles of a slice.
 template <typename T, int kEights>
-__global__ void __launch_bounds__(384, 2)
+__global__ void __launch_bounds__(32 * kGroupedDweightWarps, 2)
     grouped_dweight_kernel(const __grid_constant__ GroupedCall c, const T *dy, const T *x, float *partial,
                            int64_t slice, int slice_channels) {
   constexpr int kPairs = (kEights + 1) / 2;

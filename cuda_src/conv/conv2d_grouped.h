@@ -2,7 +2,6 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <numeric>
 
 #include "conv2d_depthwise.h"
@@ -15,8 +14,8 @@ constexpr int kGroupedWide = 64;   // channels of a group that are together in s
 constexpr int kGroupedChunk = 32;  // of wider groups at a time
 constexpr int kGroupedTaps = 3;    // kernel elements of a warp in dweight
 constexpr int kGroupedUnit = 32;   // positions of a warp in y and dx, and of which dweight's tiles have a multiple
-constexpr int kGroupedWarps = 24;  // of a multiprocessor, by registers
-constexpr int64_t kGroupedShared = 99 << 10;  // every device has these since 8.0
+constexpr int kGroupedWarps = 8, kGroupedDweightWarps = 12;  // of a block, at most
+constexpr int64_t kGroupedShared = 99 << 10;                 // every device has these since 8.0
 
 // The elements of the kernel that pixels of one remainder by dx's stride meet, or all: kernel_first + t * kernel_step
 // at the source's pixel first + t * unit from the position, t < taps.
@@ -34,10 +33,12 @@ struct GroupedAxis {
   int window(int positions) const { return (positions - 1) * step + span; }
   void set_span() {
     int most = 0;
-    for (int p = 0; p < phases; ++p) {
-      const int last = phase[p].first + std::max(phase[p].taps - 1, 0) * unit;
-      const int low = std::min(phase[p].first, last), high = std::max(phase[p].first, last);
-      lowest = p ? std::min(lowest, low) : low, most = p ? std::max(most, high) : high;
+    bool any = false;
+    for (const GroupedPhase &p : phase) {
+      if (!p.taps) continue;
+      const int last = p.first + (p.taps - 1) * unit, low = std::min(p.first, last), high = std::max(p.first, last);
+      lowest = any ? std::min(lowest, low) : low, most = any ? std::max(most, high) : high;
+      any = true;
     }
     span = most - lowest + 1;
   }
@@ -117,15 +118,19 @@ inline int grouped_loaded(int n) { return n % 8 ? grouped_up(n + 7, 8) : n; }
 template <class Cost>
 double grouped_tiles(Grouped *g, int most, Cost cost) {
   constexpr int kLeastColumns = 7, kMostPixels = 1 << 13;
+  const int64_t line = int64_t{g->w.source} * g->source_pitch;  // places in a window have 31 bits
   double least = -1;
-  for (int units = 1; units <= most; ++units)
-    for (int across = 1; across <= g->w.count; ++across) {
-      const int positions = units * kGroupedUnit, cols = (g->w.count + across - 1) / across;
-      if (cols > positions) continue;
+  for (int units = 1; units <= most; ++units) {
+    const int positions = units * kGroupedUnit;
+    // each number of columns that an equal division has
+    for (int widest = std::min(positions, g->w.count), cols; widest > 0; widest = cols - 1) {
+      const int across = (g->w.count + widest - 1) / widest;
+      cols = (g->w.count + across - 1) / across;
       const int down = (g->h.count + positions / cols - 1) / (positions / cols), rows = (g->h.count + down - 1) / down;
       if (rows * cols <= positions - kGroupedUnit) continue;
       const int64_t window = int64_t{g->h.window(rows)} * g->w.window(cols);
-      const double each = window <= kMostPixels ? cost(units, static_cast<int>(window)) : -1;
+      const bool counted = window <= kMostPixels && g->h.window(rows) * line < int64_t{1} << 31;
+      const double each = counted ? cost(units, static_cast<int>(window)) : -1;
       const double all = double(down) * across * each;
       if (each >= 0 && (least < 0 || all < least)) {
         least = all, g->units = units, g->rows = rows, g->cols = cols;
@@ -133,20 +138,26 @@ double grouped_tiles(Grouped *g, int most, Cost cost) {
       }
       if (cols <= kLeastColumns) break;
     }
+  }
   if (least >= 0) g->window_h = g->h.window(g->rows), g->window_w = g->w.window(g->cols);
   return least;
 }
 
+// Blocks that a multiprocessor of an H200 holds, by shared memory, and by registers, which 24 warps have.
+inline int64_t grouped_blocks(int64_t shared, int warps) {
+  constexpr int kAllShared = 222 << 10, kAllWarps = 24;
+  return std::max<int64_t>(std::min<int64_t>(kAllShared / (shared + 1024), kAllWarps / warps), 1);
+}
+
 // How much longer a kernel takes that leaves a multiprocessor few warps to hide latencies with.
 inline double grouped_idle(int64_t shared, int warps) {
-  constexpr int kAllShared = 222 << 10, kEnough = 24;
-  const int64_t blocks = std::min<int64_t>(kAllShared / (shared + 1024), kGroupedWarps / warps);
-  return double(kEnough) / std::clamp<int64_t>(blocks * warps, 1, kEnough);
+  constexpr int kEnough = 24;
+  return double(kEnough) / std::clamp<int64_t>(grouped_blocks(shared, warps) * warps, 1, kEnough);
 }
 
 // Plans y or dx's pass, whose sizes are there. Costs are warps' instructions. false: it does not fit in shared memory.
 inline bool plan_grouped(Grouped *g) {
-  constexpr int kMostWarps = 8, kMostWeights = 48 << 10, kLoad = 14, kItem = 150;
+  constexpr int kMostWeights = 48 << 10, kLoad = 14, kItem = 150;
   constexpr double kLine = 1.5;  // vectors of 16 bytes that a pixel's first and last sectors have besides
   g->chunk = g->in <= kGroupedWide ? g->in : kGroupedChunk;
   g->chunks = (g->in + g->chunk - 1) / g->chunk;
@@ -182,13 +193,13 @@ inline bool plan_grouped(Grouped *g) {
     t.result_pixel = grouped_pixel(t.result_channels);
     const int64_t beside = int64_t{stages} * 4 * t.block_groups * t.chunk_words() + t.steps() * 8 * 4 + 24;
     auto warps = [&](int units) {
-      return units * (t.chunks > 1 ? wide_tasks : std::min(t.block_groups * t.pieces, kMostWarps / units));
+      return units * (t.chunks > 1 ? wide_tasks : std::min(t.block_groups * t.pieces, kGroupedWarps / units));
     };
     auto shared = [&](int units, int window) {
       const int64_t staged = t.chunks > 1 ? warps(units) : units;
       return int64_t{window} * (2 * t.pixel + 8) + beside + kGroupedUnit * (staged * t.result_pixel + 8 * units);
     };
-    const int most_units = kMostWarps / (t.chunks > 1 ? wide_tasks : 1);
+    const int most_units = kGroupedWarps / (t.chunks > 1 ? wide_tasks : 1);
     const double cost = grouped_tiles(&t, most_units, [&](int units, int window) {
       if (shared(units, window) > kGroupedShared) return -1.0;
       const double terms = t.steps() * (10.0 + 3 * t.eights), results = t.phases() * (30.0 + 12 * t.eights);
@@ -207,7 +218,7 @@ inline bool plan_grouped(Grouped *g) {
 
 // Plans dweight's pass: its result is dy, and its source x.
 inline bool plan_grouped_dweight(Grouped *g) {
-  constexpr int kMostWarps = 12, kMostUnits = 8;
+  constexpr int kMostUnits = 8;
   const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
   g->chunk = std::min(g->in, kGroupedWide), g->chunks = (g->in + g->chunk - 1) / g->chunk;
   g->part = std::min(g->out, kGroupedWide), g->parts = (g->out + g->part - 1) / g->part;
@@ -235,7 +246,7 @@ inline bool plan_grouped_dweight(Grouped *g) {
   const int eights = (most_columns + 7) / 8;
   g->pieces = (eights + 3) / 4, g->eights = (eights + g->pieces - 1) / g->pieces;
   const int tasks = g->sixteens * g->pieces * ((g->taps() + kGroupedTaps - 1) / kGroupedTaps);
-  g->splits = (tasks + kMostWarps - 1) / kMostWarps, g->warps = (tasks + g->splits - 1) / g->splits;
+  g->splits = (tasks + kGroupedDweightWarps - 1) / kGroupedDweightWarps, g->warps = (tasks + g->splits - 1) / g->splits;
   auto shared = [&](int units, int window) {
     return 2 * (int64_t{window} * g->pixel + g->dweight_tile(units * kGroupedUnit)) + int64_t{window} * 8 + 16;
   };

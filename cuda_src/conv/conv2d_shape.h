@@ -276,13 +276,13 @@ struct Conv2dParams {
   static int64_t hwcn_pitch(int64_t images) { return round_up(images, 4); }  // of vectors of 16 bytes
 
   // How the workspace is used. The implicit GEMM kernels take NHWC with channels in whole vectors of 16 bytes; other
-  // tensors are packed into the workspace first, and their channels padded with zeros, x whenever y is. Patches have
+  // tensors are packed into the workspace first, and their channels padded with zeros. Patches have
   // rows of `channels` elements, a patch padded to whole vectors, and y packed as (pixels, outputs) if it is NCHW.
   // Sizes are in elements of the workspace's dtype.
   struct Plan {
     Kernels of_y = direct, of_dx = direct, of_dweight = direct;
-    bool packed = false;  // x and the weight, and y if it is packed_y
-    bool packed_y = false;
+    bool packed = false;  // the weight, and x and y if they are packed_x and packed_y
+    bool packed_x = false, packed_y = false;
     int64_t channels = 0, out_channels = 0;      // padded to whole vectors
     int64_t x = 0, weight = 0, y = 0, bias = 0;  // packed tensors
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
@@ -353,11 +353,16 @@ struct Conv2dParams {
     return dtype == DType::float64 ? direct : implicit_gemm;
   }
 
-  // Pairs of channels are together in a word, and images have 31 bits of elements.
+  // Pairs of channels are together in a word, images have 31 bits of elements, and a tensor that is packed from NHWC
+  // has 32 (copy_padded).
   bool grouped_fits(const Conv2dShape &s, DType dtype) const {
     constexpr int64_t kMost = 0x7fffffff, kMaxParam = 1 << 15, kMostStride = kGroupedPhases, kMostKernel = 32;
+    auto packs = [&](int64_t pixels, int64_t channels) {
+      return !nhwc() || channels % 8 == 0 || s.batch * pixels * round_up(channels, 8) < int64_t{1} << 32;
+    };
     bool fits = itemsize(dtype) == 2 && groups > 1 && s.channels > 0 && s.out_channels > 0 && s.pixels() > 0 &&
-                s.kernel_h <= kMostKernel && s.kernel_w <= kMostKernel &&
+                s.height * s.width > 0 && packs(s.height * s.width, s.channels) &&
+                packs(s.out_h * s.out_w, s.out_channels) && s.kernel_h <= kMostKernel && s.kernel_w <= kMostKernel &&
                 s.batch * std::max(s.height * s.width, s.out_h * s.out_w) < kMost &&
                 round_up(s.channels, 8) * s.height * s.width < kMost &&
                 round_up(s.out_channels, 8) * s.out_h * s.out_w < kMost &&
@@ -403,8 +408,8 @@ struct Conv2dParams {
     const bool products = groups == 1 && dtype == DType::float64 && s.kernel() == 1 && !nhwc();
     if (p.any(grouped)) {
       p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
-      p.packed = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
-      p.x = p.packed ? words(s.batch * s.height * s.width * p.channels, size) : 0;
+      p.packed_x = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
+      p.x = p.packed_x ? words(s.batch * s.height * s.width * p.channels, size) : 0;
       p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
       Grouped g;
       if ((p.of_y == grouped || p.of_dx == grouped) && grouped_call(s, p.of_dx == grouped, &g)) p.grouped = g.words();
@@ -414,9 +419,10 @@ struct Conv2dParams {
     }
     if (!p.any(implicit_gemm) && !products) return p;
     p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
-    p.packed_y = !nhwc() || p.out_channels != s.out_channels, p.packed = p.packed_y || p.channels != s.channels;
+    p.packed_x = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
+    p.packed = p.packed_x || p.packed_y;
     p.bias = words(s.out_channels + 7, 4);
-    p.x = words(s.batch * s.height * s.width * p.channels, size);
+    p.x = p.packed_x ? words(s.batch * s.height * s.width * p.channels, size) : 0;
     p.weight = words(p.out_channels * s.kernel() * p.channels, size);
     p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
     if (p.of_dweight == few_channels) return p;

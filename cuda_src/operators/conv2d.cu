@@ -267,10 +267,10 @@ class ImplicitGemmCall {
     p_.b_tap = plan_.channels, p_.b_row = s.kernel() * plan_.channels;
   }
 
-  // Whether the call is supported with y or dy, and with these other tensors.
-  template <typename... Pointers>
-  bool supports(const T *y, const Pointers *...others) const {
-    return supported_ && (plan_.packed_y || aligned(y)) && (plan_.packed || aligned(others...));
+  // Whether the call is supported with y or dy, x or dx, and weight or dweight.
+  bool supports(const T *y, const T *x, const T *weight) const {
+    return supported_ && (plan_.packed_y || aligned(y)) && (plan_.packed_x || aligned(x)) &&
+           (plan_.packed || aligned(weight));
   }
   bool supports_dx() const {
     return (p_.stride_h == 1 && p_.stride_w == 1) || (p_.dilation_h == 1 && p_.dilation_w == 1);
@@ -283,14 +283,14 @@ class ImplicitGemmCall {
       AOT_TRY(y_of_three(x, weight, bias, y, &taken));
       if (taken) return kOk;
     }
-    T *weight_at = take_packed(plan_.weight), *y_at = take(plan_.y), *x_at = take_packed(plan_.x);
+    T *weight_at = take(plan_.packed ? plan_.weight : 0), *y_at = take(plan_.y), *x_at = take(plan_.x);
     if (bias && (plan_.packed || !aligned(bias))) {
       T *bias_at = take(plan_.bias);
       AOT_TRY(copy_padded<T>({bias, bias_at, 1, s.out_channels, s.out_channels, 1, plan_.out_channels}, launch_));
       bias = bias_at;
     }
     AOT_TRY(pack_weight(&weight, weight_at));
-    AOT_TRY(pack_images(plan_.packed, &x, x_at, x_planes(), plan_.channels));
+    AOT_TRY(pack_images(plan_.packed_x, &x, x_at, x_planes(), plan_.channels));
     p_.whole_vectors = !plan_.packed_y;
     p_.pass = Conv2dGemm::y, p_.a = x, p_.b = weight, p_.bias = bias;
     p_.to = y, p_.to_strides = call_.y, p_.to_channels = s.out_channels;
@@ -306,15 +306,15 @@ class ImplicitGemmCall {
       AOT_TRY(backward_of_three(dy, x, weight, dx, dweight, &taken));
       if (taken) return kOk;
     }
-    T *weight_at = take(plan_.weight), *dy_at = take(plan_.y), *x_at = take_packed(plan_.x);
+    T *weight_at = take(plan_.weight), *dy_at = take(plan_.y), *x_at = take(plan_.x);
     float *slices = next_;
     Conv2dGemm of_dx = p_, of_dweight = p_;
     of_dx.pass = Conv2dGemm::dx, of_dx.to = dx, of_dx.to_strides = call_.x, of_dx.to_channels = s.channels;
-    of_dx.whole_vectors = !plan_.packed;
+    of_dx.whole_vectors = !plan_.packed_x;
     of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
     // A phase of a strided dx would write single elements of every other pixel of NCHW: dx is packed first, but where
     // one kernel has the phases of neighbouring pixels.
-    bool apart = dx && plan_.packed && !call_.nhwc && s.channels == plan_.channels && p_.stride_w > 1;
+    bool apart = dx && plan_.packed_x && !call_.nhwc && s.channels == plan_.channels && p_.stride_w > 1;
     Conv2dGemm of_planes = of_dx;
     if (apart)
       of_dx.to = x_at, of_dx.to_strides = strides(true, s.channels, s.height, s.width), of_dx.whole_vectors = true;
@@ -332,7 +332,7 @@ class ImplicitGemmCall {
     if (hwcn) AOT_TRY(copy_both_to_hwcn(dy, x, &of_dweight, &slices));
 
     if (dx || packs_x) AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(), plan_.out_channels));
-    auto pack_x = [&] { return pack_images(plan_.packed, &x, x_at, x_planes(), plan_.channels); };
+    auto pack_x = [&] { return pack_images(plan_.packed_x, &x, x_at, x_planes(), plan_.channels); };
     // x is packed before dx is computed, so that dweight's kernel may overlap dx's; except that packed dx takes the
     // place of packed x
     const bool x_first = !dx || (dx_sm90 && !apart);
@@ -343,7 +343,7 @@ class ImplicitGemmCall {
       of_dx.a = dy, of_dx.b = weight;
       if (dx_planes) AOT_TRY(planes_dx(launch_, of_dx));
       else if (dx_sm90) AOT_TRY(conv2d_sm90(launch_, of_dx));
-      else AOT_TRY(cutlass(of_dx, plan_.packed, x_at, x_planes(), plan_.channels));
+      else AOT_TRY(cutlass(of_dx, plan_.packed_x, x_at, x_planes(), plan_.channels));
       if (apart) AOT_TRY(unpack(false, x_at, plan_.channels, x_planes(), dx, launch_));
     }
     if (!dweight) return kOk;
@@ -406,7 +406,7 @@ class ImplicitGemmCall {
     const Conv2dShape &s = call_.s;
     Conv2dGemm of_dx = p_, of_dweight = p_;
     of_dx.pass = Conv2dGemm::dx, of_dx.to = dx, of_dx.to_strides = call_.x, of_dx.to_channels = s.channels;
-    of_dx.whole_vectors = !plan_.packed;
+    of_dx.whole_vectors = !plan_.packed_x;
     of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
     const bool takes_dx = !dx || takes_three(&of_dx, 1);
     *taken = takes_dx && (!dweight || takes_three(&of_dweight, static_cast<int>(plan_.three_slices)));
@@ -418,7 +418,7 @@ class ImplicitGemmCall {
     AOT_TRY(split(true, dy, y_planes(), &of_dx.a, plan_.three_y));
     of_dweight.a = of_dx.a, of_dweight.to = next_;
     // A phase of a strided dx would write single elements of every other pixel of NCHW: dx takes the place of x first.
-    const bool apart = plan_.packed && p_.stride_w > 1;
+    const bool apart = plan_.packed_x && p_.stride_w > 1;
     if (apart) {
       of_dx.to = x_at, of_dx.to_strides = strides(true, s.channels, s.height, s.width), of_dx.whole_vectors = true;
     } else if (dx) {
@@ -451,7 +451,6 @@ class ImplicitGemmCall {
   Planes x_planes() const { return {call_.s.batch, call_.s.channels, call_.s.height * call_.s.width}; }
   Planes y_planes() const { return {call_.s.batch, call_.s.out_channels, call_.s.out_h * call_.s.out_w}; }
   T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
-  T *take_packed(int64_t words) { return take(plan_.packed ? words : 0); }
 
   // Packs *tensor to `to` if the plan says so, and sets it to `to`.
   Status pack_if_planned(bool packed, const T **tensor, T *to, Planes planes, int64_t images, int64_t channels) {
@@ -667,12 +666,12 @@ class GroupedImages {
 
   // Whether the call is supported with these images, which other kernels than those of packing read or write.
   bool supports(const T *x, const T *y) const {
-    return supported_ && (plan_.packed || aligned(x)) && (plan_.packed_y || aligned(y));
+    return supported_ && (plan_.packed_x || aligned(x)) && (plan_.packed_y || aligned(y));
   }
 
   Status y(const T *x, const T *weight, const T *bias, T *y) {
     T *x_at = take(plan_.x), *y_at = plan_.packed_y ? take(plan_.y) : y;
-    AOT_TRY(pack_images(plan_.packed, &x, x_planes(), x_at, plan_.channels));
+    AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at, plan_.channels));
     AOT_TRY(grouped_forward(launch_, params_, call_, false, x, weight, bias, next_, y_at));
     return plan_.packed_y ? unpack(call_.nhwc, y_at, plan_.out_channels, y_planes(), y, launch_) : kOk;
   }
@@ -683,7 +682,7 @@ class GroupedImages {
     AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(), dy_at, plan_.out_channels));
     if (dweight) {
       const Conv2dShape &s = call_.s;
-      AOT_TRY(pack_images(plan_.packed, &x, x_planes(), x_at, plan_.channels));
+      AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at, plan_.channels));
       AOT_TRY(grouped_dweight(launch_, params_, call_, dy, x, next_));
       Grouped g;
       params_.grouped_dweight_call(s, &g);
@@ -694,9 +693,9 @@ class GroupedImages {
     }
     if (!dx) return kOk;
     launch_.wait_for_all();  // the weight's operands take the place of dweight's sums, and dx that of x
-    T *dx_at = plan_.packed ? x_at : dx;
+    T *dx_at = plan_.packed_x ? x_at : dx;
     AOT_TRY(grouped_forward(launch_, params_, call_, true, dy, weight, static_cast<const T *>(nullptr), next_, dx_at));
-    return plan_.packed ? unpack(call_.nhwc, dx_at, plan_.channels, x_planes(), dx, launch_) : kOk;
+    return plan_.packed_x ? unpack(call_.nhwc, dx_at, plan_.channels, x_planes(), dx, launch_) : kOk;
   }
 
  private:
@@ -710,7 +709,7 @@ class GroupedImages {
   }
 
   const Conv2dParams &params_;
-  Conv2dCall call_;
+  const Conv2dCall call_;
   const Conv2dParams::Plan plan_;
   LaunchSequence launch_;
   float *next_;
@@ -845,7 +844,7 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
         }
       }
       ImplicitGemmCall<T> call(op.name, op, s, plan, in[0].dtype, out[3], stream);
-      const bool of_dx = implicit_gemm && dx_left && plan.of_dx == op.implicit_gemm && call.supports(dy, weight, dx) &&
+      const bool of_dx = implicit_gemm && dx_left && plan.of_dx == op.implicit_gemm && call.supports(dy, dx, weight) &&
                          call.supports_dx();
       const bool of_dweight =
           implicit_gemm && dweight_left && plan.of_dweight == op.implicit_gemm && call.supports(dy, x, dweight);
@@ -854,13 +853,12 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
       if constexpr (sizeof(T) == 2) {
         GroupedImages<T> grouped(op.name, op, s, plan, out[3], stream);
-        const bool dx_grouped = dx_left && plan.of_dx == op.grouped,
-                   dweight_grouped = dweight_left && plan.of_dweight == op.grouped;
-        const bool images = grouped.supports(dx_grouped ? dx : x, dy) && grouped.supports(dweight_grouped ? x : dx, dy);
-        if (implicit_gemm && images && (dx_grouped || dweight_grouped)) {
+        const bool dx_grouped = implicit_gemm && dx_left && plan.of_dx == op.grouped && grouped.supports(dx, dy);
+        const bool dweight_grouped =
+            implicit_gemm && dweight_left && plan.of_dweight == op.grouped && grouped.supports(x, dy);
+        if (dx_grouped || dweight_grouped)
           AOT_TRY(grouped.backward(dy, x, weight, dx_grouped ? dx : nullptr, dweight_grouped ? dweight : nullptr));
-          dx_left = dx_left && !dx_grouped, dweight_left = dweight_left && !dweight_grouped;
-        }
+        dx_left = dx_left && !dx_grouped, dweight_left = dweight_left && !dweight_grouped;
       }
     }
     if (dx_left) AOT_TRY(direct_dx(c, dy, weight, dx, stream));

@@ -8,7 +8,7 @@ from aotops.bench.work import Product
 from aotops.testing import F32, F64, Bad, Case, Row, X
 
 
-def matmul(a, b, transpose_a=False, transpose_b=False):
+def matmul(a, b, transpose_a=False, transpose_b=False, allow_tf32=False):
     return (np.swapaxes(a, -2, -1) if transpose_a else a) @ (np.swapaxes(b, -2, -1) if transpose_b else b)
 
 
