@@ -15,7 +15,7 @@ constexpr int kGroupedChunk = 32;  // of wider groups at a time
 constexpr int kGroupedTaps = 3;    // kernel elements of a warp in dweight
 constexpr int kGroupedUnit = 32;   // positions of a warp in y and dx, and of which dweight's tiles have a multiple
 constexpr int kGroupedWarps = 8, kGroupedDweightWarps = 12;  // of a block, at most
-constexpr int64_t kGroupedShared = 99 << 10;                 // every device has these since 8.0
+constexpr int64_t kConvShared = 99 << 10;                    // every device has these since 8.0
 
 // The elements of the kernel that pixels of one remainder by dx's stride meet, or all: kernel_first + t * kernel_step
 // at the source's pixel first + t * unit from the position, t < taps.
@@ -201,7 +201,7 @@ inline bool plan_grouped(Grouped *g) {
     };
     const int most_units = kGroupedWarps / (t.chunks > 1 ? wide_tasks : 1);
     const double cost = grouped_tiles(&t, most_units, [&](int units, int window) {
-      if (shared(units, window) > kGroupedShared) return -1.0;
+      if (shared(units, window) > kConvShared) return -1.0;
       const double terms = t.steps() * (10.0 + 3 * t.eights), results = t.phases() * (30.0 + 12 * t.eights);
       const double products = t.block_groups * t.pieces * units * (t.chunks * terms + results);
       const double loads = t.chunks * (window * (t.channels / 8 + kLine) / 32 * kLoad + kItem * warps(units));
@@ -251,7 +251,7 @@ inline bool plan_grouped_dweight(Grouped *g) {
     return 2 * (int64_t{window} * g->pixel + g->dweight_tile(units * kGroupedUnit)) + int64_t{window} * 8 + 16;
   };
   const double cost = grouped_tiles(g, kMostUnits, [&](int units, int window) {
-    if (shared(units, window) > kGroupedShared) return -1.0;
+    if (shared(units, window) > kConvShared) return -1.0;
     const double steps = units * kGroupedUnit / 16.0 * (8 + kGroupedTaps * (4 + 1.5 * g->eights)) * g->warps;
     const double vectors = (window * g->channels + units * kGroupedUnit * g->result_channels) / 8;
     return (steps + vectors / 32 * 14 + 100 * g->warps) * grouped_idle(shared(units, window), g->warps);

@@ -84,7 +84,6 @@ struct Conv2dParams {
   static int few_steps(const Conv2dShape &s, int units) { return static_cast<int>(divide_up(s.kernel() * units, 4)); }
   // Blocks that a multiprocessor of an H200 holds, by registers and by shared memory.
   static constexpr int kFewBlocks = 3, kFewShared = 74 << 10;
-  static constexpr int64_t kFewMostShared = 99 << 10;  // every device has these since 8.0
 
   // A warp has kFewRows rows of pixels; of float32 without TF32, whose sums are two, half as many.
   static constexpr int kFewRows = 4;
@@ -160,7 +159,7 @@ struct Conv2dParams {
     const int64_t height = rows + int64_t{f.h.count - 1} * f.h.step;
     const int64_t width = (kFewColumns - 1) * f.w.apart + int64_t{f.w.count - 1} * f.w.step + 1;
     const int64_t pitch = round_up(width, f.w.apart), window = height * pitch * kDxPixel;
-    if (height > 4096 || pitch > 4096 || window > kFewMostShared) return {};
+    if (height > 4096 || pitch > 4096 || window > kConvShared) return {};
     f.height = static_cast<int>(height), f.width = static_cast<int>(width);
     f.pitch = static_cast<int>(pitch), f.part = f.pitch / f.w.apart, f.window = static_cast<int>(window);
     f.weights = int64_t{f.groups} * f.chunks * f.h.count * f.w.count * f.tiles * 32 * 4;
@@ -547,7 +546,7 @@ struct Conv2dParams {
       if (height > 4096 || pitch > 4096) continue;
       f.height = static_cast<int>(height), f.width = static_cast<int>(width), f.pitch = static_cast<int>(pitch);
       const int64_t window = round_up(height * pitch * units * 8, 16), shared = window + 16 + other(f);
-      if (shared > (rows > 8 ? kFewShared : kFewMostShared)) continue;
+      if (shared > (rows > 8 ? kFewShared : kConvShared)) continue;
       if (s.batch * f.tiles_h(s) * int64_t{f.tiles_w(s)} >= kMost) continue;
       f.window = static_cast<int>(window), f.shared = static_cast<int>(shared);
       return f;
