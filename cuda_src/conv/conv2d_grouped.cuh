@@ -9,10 +9,10 @@
 //              summed over            positions
 //
 // Groups have fewer channels than a product of tensor cores has terms. So the terms of y and dx are the flattened ones
-// of one group, in pairs of neighbouring channels: a lane reads a pair from anywhere in the window of the source that a
-// tile meets, at the place of its position plus an offset for the pair. No zeros of other groups are multiplied, whose
-// products with an infinity would be NaN. dweight's rows and columns may be of different groups, and those results are
-// dropped: no sum has terms of two groups.
+// of one group, in pairs of neighbouring channels, or in 8s where groups have such: they are read from anywhere in the
+// window of the source that a tile meets, at the place of a position plus an offset for the pair, or the 8. No zeros of
+// other groups are multiplied, whose products with an infinity would be NaN. dweight's rows and columns may be of
+// different groups, and those results are dropped: no sum has terms of two groups.
 //
 // Zeros beside an image are multiplied, as by the implicit GEMM: with an infinite weight they make NaN.
 //
@@ -165,8 +165,9 @@ __device__ inline void write_offsets(const GroupedCall &c, int *offsets) {
 // A warp has a unit of positions, and groups of the block, one after another. Results go through shared memory, so that
 // whole sectors are written: 16 bytes at a time took three times as long on an H200.
 template <typename T, int kEights, bool kWhole>
-__global__ void __launch_bounds__(256, 3) grouped_kernel(const __grid_constant__ GroupedCall c, const T *source,
-                                                         const uint2 *weight, const T *bias, T *result) {
+__global__ void __launch_bounds__(32 * kGroupedWarps, 3)
+    grouped_kernel(const __grid_constant__ GroupedCall c, const T *source, const uint2 *weight, const T *bias,
+                   T *result) {
   constexpr int kUnit = kGroupedUnit, kSixteens = kUnit / 16, kBuffers = kEights <= 2 ? 2 : 1;
   extern __shared__ __align__(16) char memory[];
   const Grouped &g = c.g;

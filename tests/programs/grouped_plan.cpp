@@ -1,0 +1,127 @@
+// Plans of convolutions with groups of several channels, of shapes at random, beside the definition: which element of
+// the kernel meets which pixel, that tiles have each position once, that blocks have each group's results once, and
+// that what a pass reads and the memory it takes are within what the plan states. Prints how many passes were planned.
+#include <cstdio>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "conv/conv2d_shape.h"
+
+using namespace aot;
+
+namespace {
+
+struct Shapes {
+  std::mt19937 random{7};
+  Conv2dParams params;
+  Conv2dShape s;
+
+  int64_t draw(int64_t low, int64_t high) { return low + static_cast<int64_t>(random() % (high - low + 1)); }
+  // false: y would have no pixel.
+  bool next() {
+    const int64_t step = draw(0, 3) ? 2 : 8, most = step == 2 ? 32 : 20;
+    const int64_t in = step * draw(1, most), out = draw(0, 1) ? in : step * draw(1, most);
+    params = {}, params.groups = draw(2, 2000 / (in + out) + 2), params.layout = static_cast<int>(draw(0, 1));
+    int64_t size[2], kernel[2], result[2];
+    for (int i = 0; i < 2; ++i) {
+      kernel[i] = draw(1, draw(0, 3) ? 5 : 12), size[i] = draw(1, 30);
+      params.stride.value[i] = draw(1, 4), params.padding.value[i] = draw(0, 5), params.dilation.value[i] = draw(1, 3);
+      const int64_t room = size[i] + 2 * params.padding.value[i] - params.dilation.value[i] * (kernel[i] - 1) - 1;
+      if (room < 0) return false;
+      result[i] = room / params.stride.value[i] + 1;
+    }
+    s = {draw(1, 3), in * params.groups, size[0],   size[1],  out * params.groups,
+         kernel[0],  kernel[1],          result[0], result[1]};
+    return true;
+  }
+};
+
+int failed(const char *what, const Shapes &c) {
+  std::fprintf(stderr, "%s: %ld images %ld x %ld, %ld to %ld channels, %ld groups, kernel %ld x %ld, stride %ld %ld\n",
+               what, long(c.s.batch), long(c.s.height), long(c.s.width), long(c.s.channels), long(c.s.out_channels),
+               long(c.params.groups), long(c.s.kernel_h), long(c.s.kernel_w), long(c.params.stride.value[0]),
+               long(c.params.stride.value[1]));
+  return 1;
+}
+
+// Whether each pixel of the result meets the elements of the kernel at the pixels of the source that it should.
+bool meets(const Shapes &c, const GroupedAxis &a, int axis, bool dx) {
+  const int64_t stride = c.params.stride.value[axis], padding = c.params.padding.value[axis];
+  const int64_t dilation = c.params.dilation.value[axis], kernel = axis ? c.s.kernel_w : c.s.kernel_h;
+  for (int64_t pixel = 0; pixel < a.result; ++pixel) {
+    const int position = static_cast<int>(pixel / a.phases);
+    const GroupedPhase &phase = a.phase[pixel % a.phases];
+    std::set<std::pair<int64_t, int64_t>> found, expected;
+    for (int t = 0; t < phase.taps; ++t) {
+      const int offset = phase.first + t * a.unit, at = position * a.step + offset;
+      if (offset < a.lowest || offset >= a.lowest + a.span) return false;
+      if (0 <= at && at < a.source) found.insert({phase.kernel_first + t * a.kernel_step, at});
+    }
+    for (int64_t k = 0; k < kernel; ++k) {
+      const int64_t at = dx ? pixel + padding - k * dilation : pixel * stride + k * dilation - padding;
+      const int64_t from = dx ? at / stride : at;
+      if (at >= 0 && (!dx || at % stride == 0) && from < a.source) expected.insert({k, from});
+    }
+    if (position >= a.count || found != expected) return false;
+  }
+  return true;
+}
+
+bool divides(const Grouped &g) {
+  return (g.tiles_h - 1) * g.rows < g.h.count && g.h.count <= g.tiles_h * g.rows &&
+         (g.tiles_w - 1) * g.cols < g.w.count && g.w.count <= g.tiles_w * g.cols &&
+         g.rows * g.cols <= g.units * kGroupedUnit && g.window_h == g.h.window(g.rows) &&
+         g.window_w == g.w.window(g.cols) && g.shared <= kConvShared && g.pixel % 32 == 16 &&
+         g.result_pixel % 32 == 16 && g.eights <= 4 && g.blocks() * g.chunks < 1 << 16 && g.chunks * g.chunk >= g.in &&
+         g.parts * g.part >= g.out;
+}
+
+// Whether blocks of several groups begin at vectors of channels and of results, and all of theirs are loaded and kept.
+bool begins(const Grouped &g, bool dweight) {
+  for (int group = 0; group < g.groups; group += g.block_groups) {
+    const int groups = std::min(g.block_groups, g.groups - group), channels = g.chunks > 1 ? g.chunk : groups * g.in;
+    if (group * g.in % 8 + channels > g.channels) return false;
+    if (dweight ? group * g.out % 8 + groups * std::min(g.part, g.out) > g.result_channels
+                : group * g.out % 8 || (g.chunks == 1 && groups * g.part > g.result_channels))
+      return false;
+  }
+  return true;
+}
+
+int check(const Shapes &c, long *planned) {
+  const Conv2dParams &params = c.params;
+  int64_t words = 0, dweight_words = 0;
+  for (bool dx : {false, true}) {
+    Grouped g;
+    if (!params.grouped_call(c.s, dx, &g)) continue;
+    ++*planned, words = g.words();
+    if (!meets(c, g.h, 0, dx) || !meets(c, g.w, 1, dx)) return failed("elements of the kernel", c);
+    if (!divides(g) || g.warps > kGroupedWarps || g.warps % g.units) return failed("tiles", c);
+    if (!begins(g, false) || g.pieces * g.eights * 8 < g.part) return failed("blocks", c);
+    if (!dx && params.y_kernels(c.s, DType::float16) == Conv2dParams::grouped &&
+        params.forward_plan(c.s, DType::float16).forward() < words)
+      return failed("the forward's workspace", c);
+  }
+  Grouped g;
+  if (params.grouped_dweight_call(c.s, &g)) {
+    ++*planned, dweight_words = params.grouped_slices(g) * params.grouped_slice(c.s);
+    if (!divides(g) || g.warps > kGroupedDweightWarps || !begins(g, true)) return failed("dweight", c);
+    if (g.splits * g.warps * kGroupedTaps < g.sixteens * g.pieces * g.taps()) return failed("dweight's tasks", c);
+  }
+  const auto plan = params.backward_plan(c.s, DType::bfloat16);
+  const int64_t of_dx = plan.of_dx == Conv2dParams::grouped ? words : 0;
+  const int64_t of_dweight = plan.of_dweight == Conv2dParams::grouped ? dweight_words : 0;
+  return plan.backward() < plan.x + plan.y + std::max(of_dx, of_dweight) ? failed("the backward's workspace", c) : 0;
+}
+
+}  // namespace
+
+int main() {
+  Shapes shapes;
+  long planned = 0;
+  for (int i = 0; i < 4000; ++i)
+    if (shapes.next() && check(shapes, &planned)) return 1;
+  std::printf("%ld\n", planned);
+  return 0;
+}
