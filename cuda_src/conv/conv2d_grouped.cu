@@ -1,4 +1,4 @@
-#include "conv2d_grouped.cuh"
+#include "conv2d_grouped_columns.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -20,6 +20,31 @@ unsigned grouped_grid(const Grouped &g, int64_t others, int multiprocessors) {
   return static_cast<unsigned>(ceil_div(g.tiles(), ceil_div(g.tiles(), most)));
 }
 
+constexpr DType grouped_dtype(__half) { return DType::float16; }
+constexpr DType grouped_dtype(__nv_bfloat16) { return DType::bfloat16; }
+
+// An image's boxes of `high` x `wide` pixels, as grouped_columns_kernel loads them.
+template <typename T>
+bool map_grouped(CUtensorMap *map, const T *data, const Grouped &g, bool of_groups, int h, int w, int pitch, int pixel,
+                 int high, int wide) {
+  const auto channels = static_cast<uint64_t>(of_groups ? g.in : pitch), groups = uint64_t(of_groups ? g.groups : 1);
+  const int64_t line = int64_t{w} * pitch;
+  return map_tiled<5>(map, grouped_dtype(T()), data, {channels, groups, uint64_t(w), uint64_t(h), uint64_t(g.batch)},
+                      {of_groups ? g.in : pitch, pitch, line, line * h},
+                      {uint32_t(pixel / 2), 1, uint32_t(wide), uint32_t(high), 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+bool grouped_tma(const Grouped &g, const DeviceLimits &limits) {
+  constexpr int kMostBox = 512;  // bytes of a pixel; both sides of a window are within 256
+  return grouped_knobs.tma && limits.major == 9 && TensorMaps::get().tiled && std::max(g.pixel, g.result_pixel) <= kMostBox;
+}
+
+// f(an integral constant).
+template <class F>
+Status with_tma(bool tma, F f) {
+  return tma ? f(std::true_type()) : f(std::false_type());
+}
+
 }  // namespace
 
 template <typename T>
@@ -35,6 +60,22 @@ Status grouped_forward(LaunchSequence &launch, const Conv2dParams &params, const
                    static_cast<int>(c.s.kernel_w), dx, weight, to, n));
   const auto across = static_cast<unsigned>(g.blocks());
   const dim3 grid(grouped_grid(g, across, limits.multiprocessors), across);
+  if (g.columns) {
+    GroupedColumns call = {GroupedCall(g), {}, {}};
+    const bool tma = grouped_tma(g, limits);
+    if (tma && !map_grouped(&call.source, source, g, g.chunks > 1, g.h.source, g.w.source, g.source_pitch, g.pixel,
+                            g.window_h, g.window_w))
+      return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
+    return with_tma(tma, [&](auto by_tma) {
+      return with_eights(g.eights, [&](auto eights) {
+        auto run = [&](auto *kernel) {
+          return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, source, to, bias, result);
+        };
+        return g.in % 8 ? run(grouped_columns_kernel<T, eights.value, 4, by_tma.value>)
+                        : run(grouped_columns_kernel<T, eights.value, 8, by_tma.value>);
+      });
+    });
+  }
   return with_eights(g.eights, [&](auto eights) {
     auto run = [&](auto *kernel) {
       return launch(kernel, grid, 32 * g.warps, g.shared, 1, GroupedCall(g), source, to, bias, result);
@@ -51,6 +92,26 @@ Status grouped_dweight(LaunchSequence &launch, const Conv2dParams &params, const
   const dim3 grid(static_cast<unsigned>(params.grouped_slices(g)), g.blocks() * g.chunks, g.splits);
   const auto channels = static_cast<int>(params.grouped_channels(c.s));
   const int64_t slice = params.grouped_slice(c.s);
+  if (g.columns) {
+    DeviceLimits limits;
+    AOT_TRY(device_limits(launch.op(), &limits));
+    GroupedColumns call = {GroupedCall(g), {}, {}};
+    const bool tma = grouped_tma(g, limits);
+    if (tma && !(map_grouped(&call.source, x, g, false, g.h.source, g.w.source, g.source_pitch, g.pixel, g.window_h,
+                             g.window_w) &&
+                 map_grouped(&call.dy, dy, g, false, g.h.result, g.w.result, g.result_pitch, g.result_pixel, g.rows,
+                             g.cols)))
+      return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
+    return with_tma(tma, [&](auto by_tma) {
+      return with_eights(g.eights, [&](auto eights) {
+        auto run = [&](auto *kernel) {
+          return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, dy, x, partial, slice, channels);
+        };
+        return g.columns > 1 ? run(grouped_dweight_columns_kernel<T, eights.value, 2, by_tma.value>)
+                             : run(grouped_dweight_columns_kernel<T, eights.value, 1, by_tma.value>);
+      });
+    });
+  }
   return with_eights(g.eights, [&](auto eights) {
     return launch(grouped_dweight_kernel<T, eights.value>, grid, 32 * g.warps, g.shared, 1, GroupedCall(g), dy, x,
                   partial, slice, channels);
@@ -62,7 +123,9 @@ Status grouped_dweight(LaunchSequence &launch, const Conv2dParams &params, const
                                      const T *, const T *, float *, T *);                                              \
   template Status grouped_dweight<T>(LaunchSequence &, const Conv2dParams &, const Conv2dCall &, const T *, const T *, \
                                      float *);
+#ifndef AOT_GROUPED_TRIAL
 AOT_GROUPED(__half)
+#endif
 AOT_GROUPED(__nv_bfloat16)
 
 }  // namespace AOT_ISA

@@ -113,8 +113,15 @@ __global__ void __launch_bounds__(256)
   uint32_t words[2];
 #pragma unroll
   for (int word = 0; word < 2; ++word) {
-    const int k = step * 16 + word * 8 + lane % 4 * 2, tap = k / g.chunk, channel = chunk * g.chunk + k % g.chunk;
-    const bool there = of_part < g.part && result < g.out && tap < h.taps * w.taps && channel < g.in;
+    int k = step * 16 + word * 8 + lane % 4 * 2, tap = k / g.chunk, of_chunk = k % g.chunk, taps = h.taps * w.taps;
+    if (g.columns) {  // three rows of the kernel for each 16 terms of one
+      const int row = step % 3, of_row = g.chunk % 8 ? lane % 4 * 4 + word * 2 : word * 8 + lane % 4 * 2;
+      k = step / 3 * 16 + of_row, taps = 3 * w.taps;
+      tap = k / g.chunk < w.taps ? (g.h.unit < 0 ? 2 - row : row) * w.taps + k / g.chunk : taps;
+      of_chunk = k % g.chunk;
+    }
+    const int channel = chunk * g.chunk + of_chunk;
+    const bool there = of_part < g.part && result < g.out && tap < taps && channel < g.in;
     const int r = h.kernel_first + tap / w.taps * g.h.kernel_step, s = w.kernel_first + tap % w.taps * g.w.kernel_step;
     uint16_t bits[2];
 #pragma unroll

@@ -16,6 +16,20 @@ constexpr int kGroupedTaps = 3;    // kernel elements of a warp in dweight
 constexpr int kGroupedUnit = 32;   // positions of a warp in y and dx, and of which dweight's tiles have a multiple
 constexpr int kGroupedWarps = 8, kGroupedDweightWarps = 12;  // of a block, at most
 constexpr int64_t kConvShared = 99 << 10;                    // every device has these since 8.0
+constexpr int kGroupedColumnsDweightWarps = 8;               // of a block, at most, whose warps have many registers
+
+// What a trial varies.
+struct GroupedKnobs {
+  int columns = 1, tma = 1, sixteens = 2;  // whether the kernels of columns are taken, load by TMA, and sixteens of a warp
+  int enough = 24, load = 14, item = 150;  // the costs of plan_grouped
+  int window = 3, most_units = kGroupedWarps, channels = 96;
+  int dweight_warps = kGroupedColumnsDweightWarps, dweight_channels = kGroupedWide;
+};
+#ifdef AOT_GROUPED_TRIAL
+inline GroupedKnobs grouped_knobs;
+#else
+constexpr GroupedKnobs grouped_knobs;
+#endif
 
 // The elements of the kernel that pixels of one remainder by dx's stride meet, or all: kernel_first + t * kernel_step
 // at the source's pixel first + t * unit from the position, t < taps.
@@ -88,12 +102,18 @@ struct Grouped {
   int result_channels = 0, result_pixel = 0;
   // dweight: 16s of results, pieces of `eights` of the channels, blocks along all
   int sixteens = 1, splits = 1;
+  // Kernels of columns (conv2d_grouped_columns.cuh). y and dx: units of 4 x 8 positions across a tile; dweight: 16s of
+  // results of a warp. 0: the kernels of any step.
+  int columns = 0;
 
   AOT_BOTH_SIDES int taps() const { return h.phase[0].taps * w.phase[0].taps; }
   AOT_BOTH_SIDES int phases() const { return h.phases * w.phases; }
   AOT_BOTH_SIDES int steps() const { return first_step[phases()]; }
   AOT_BOTH_SIDES int64_t tiles() const { return int64_t{batch} * tiles_h * tiles_w; }
   AOT_BOTH_SIDES int windows() const { return window_h * window_w * pixel; }
+  // Bytes of a window, and of dweight's tile of dy, that TMA writes.
+  AOT_BOTH_SIDES int boxed(int bytes) const { return (bytes + 127) / 128 * 128; }
+  AOT_BOTH_SIDES int dweight_box() const { return boxed(rows * cols * result_pixel); }
   // Bytes of dy's tile, and the places of its positions.
   AOT_BOTH_SIDES int dweight_tile(int positions) const { return positions * (result_pixel + 4); }
   // Results of units that are in shared memory before they are written.
@@ -143,6 +163,31 @@ double grouped_tiles(Grouped *g, int most, Cost cost) {
   return least;
 }
 
+// Likewise for tiles of units of 4 x 8 positions, which begin at equal distances: some of their positions are dropped.
+template <class Cost>
+double grouped_column_tiles(Grouped *g, int most, Cost cost) {
+  constexpr int kMostBox = 256;  // of TMA
+  double least = -1;
+  for (int high = 1; high <= most; ++high)
+    for (int wide = 1; high * wide <= most; ++wide) {
+      const int down = (g->h.count + 4 * high - 1) / (4 * high), across = (g->w.count + 8 * wide - 1) / (8 * wide);
+      const int rows = (g->h.count + down - 1) / down, cols = (g->w.count + across - 1) / across;
+      const int window_h = g->h.window(4 * high), window_w = g->w.window(8 * wide);
+      if (rows <= 4 * (high - 1) || cols <= 8 * (wide - 1) || window_h > kMostBox || window_w > kMostBox) continue;
+      if (int64_t{window_h} * g->w.source * g->source_pitch >= int64_t{1} << 31) continue;
+      const double each = cost(high * wide, window_h * window_w), all = double(down) * across * each;
+      if (each < 0 || (least >= 0 && all >= least)) continue;
+      least = all, g->units = high * wide, g->columns = wide, g->rows = rows, g->cols = cols;
+      g->tiles_h = down, g->tiles_w = across, g->window_h = window_h, g->window_w = window_w;
+    }
+  return least;
+}
+
+// Whether the elements of the kernel in a column are three neighbours that each pixel of the result meets.
+inline bool grouped_column_axis(const GroupedAxis &h) {
+  return h.phases == 1 && h.step == 1 && h.span == 3 && h.phase[0].taps == 3;
+}
+
 // Blocks that a multiprocessor of an H200 holds, by shared memory, and by registers, which 24 warps have.
 inline int64_t grouped_blocks(int64_t shared, int warps) {
   constexpr int kAllShared = 222 << 10, kAllWarps = 24;
@@ -151,17 +196,22 @@ inline int64_t grouped_blocks(int64_t shared, int warps) {
 
 // How much longer a kernel takes that leaves a multiprocessor few warps to hide latencies with.
 inline double grouped_idle(int64_t shared, int warps) {
-  constexpr int kEnough = 24;
-  return double(kEnough) / std::clamp<int64_t>(grouped_blocks(shared, warps) * warps, 1, kEnough);
+  const int enough = grouped_knobs.enough;
+  return double(enough) / std::clamp<int64_t>(grouped_blocks(shared, warps) * warps, 1, enough);
 }
 
 // Plans y or dx's pass, whose sizes are there. Costs are warps' instructions. false: it does not fit in shared memory.
-inline bool plan_grouped(Grouped *g) {
-  constexpr int kMostWeights = 48 << 10, kLoad = 14, kItem = 150;
+inline bool plan_grouped(Grouped *g, bool by_columns) {
+  constexpr int kMostWeights = 48 << 10;
+  const int kLoad = by_columns && grouped_knobs.tma ? grouped_knobs.window : grouped_knobs.load;
+  const int kItem = grouped_knobs.item;
   constexpr double kLine = 1.5;  // vectors of 16 bytes that a pixel's first and last sectors have besides
   g->chunk = g->in <= kGroupedWide ? g->in : kGroupedChunk;
   g->chunks = (g->in + g->chunk - 1) / g->chunk;
-  for (int p = 0; p < g->phases(); ++p) {
+  if (by_columns && (!grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % 4)) return false;
+  const int rounds = (g->w.phase[0].taps * g->chunk + 15) / 16;
+  if (by_columns) g->first_step[1] = 3 * rounds;
+  for (int p = 0; !by_columns && p < g->phases(); ++p) {
     const int taps = g->h.phase[p / g->w.phases].taps * g->w.phase[p % g->w.phases].taps;
     g->first_step[p + 1] = g->first_step[p] + (taps * g->chunk + 15) / 16;
   }
@@ -175,23 +225,23 @@ inline bool plan_grouped(Grouped *g) {
   if (g->out % 8 == 0 && g->part > 32 && (g->chunks > 1 || g->chunk_words() * 4 > kMostWeights))
     divide((g->out + 31) / 32);
   const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
-  // whole sectors of results
-  const int together = narrow && g->parts == 1 ? std::min(16 / std::gcd(g->out, 16), g->groups) : 1;
-  const int most = narrow && g->parts == 1 ? std::clamp(96 / std::max(g->in, g->out), 1, g->groups) : 1;
+  const bool several = narrow && g->parts == 1;
+  const int most = several ? std::clamp(grouped_knobs.channels / std::max(g->in, g->out), 1, g->groups) : 1;
   const int stages = g->chunks > 1 ? 2 : 1, wide_tasks = g->phases() * g->pieces;
   Grouped best;
   double least = -1;
   int tried = 0;
-  for (int wanted = most; wanted >= 1; wanted /= 2) {
+  auto try_groups = [&](int wanted, int together) {
     Grouped t = *g;
     const int usual = std::min(grouped_up(wanted, together), t.groups), blocks = (t.groups + usual - 1) / usual;
     t.block_groups = std::min(grouped_up((t.groups + blocks - 1) / blocks, together), t.groups);
-    if (t.block_groups == tried) continue;
+    if (t.block_groups == tried) return;
     tried = t.block_groups;
     t.channels = grouped_loaded(t.chunks > 1 ? t.chunk : t.block_groups * t.in), t.pixel = grouped_pixel(t.channels);
     t.result_channels = t.chunks > 1 ? t.eights * 8 : grouped_up(t.block_groups * t.part, 8);
     t.result_pixel = grouped_pixel(t.result_channels);
-    const int64_t beside = int64_t{stages} * 4 * t.block_groups * t.chunk_words() + t.steps() * 8 * 4 + 24;
+    const int64_t beside =
+        int64_t{stages} * 4 * t.block_groups * t.chunk_words() + t.steps() * 8 * 4 + 24 + (by_columns ? 256 : 0);
     auto warps = [&](int units) {
       return units * (t.chunks > 1 ? wide_tasks : std::min(t.block_groups * t.pieces, kGroupedWarps / units));
     };
@@ -199,31 +249,71 @@ inline bool plan_grouped(Grouped *g) {
       const int64_t staged = t.chunks > 1 ? warps(units) : units;
       return int64_t{window} * (2 * t.pixel + 8) + beside + kGroupedUnit * (staged * t.result_pixel + 8 * units);
     };
-    const int most_units = kGroupedWarps / (t.chunks > 1 ? wide_tasks : 1);
-    const double cost = grouped_tiles(&t, most_units, [&](int units, int window) {
+    const int most_units = grouped_knobs.most_units / (t.chunks > 1 ? wide_tasks : 1);
+    auto cost_of = [&](int units, int window) {
       if (shared(units, window) > kConvShared) return -1.0;
-      const double terms = t.steps() * (10.0 + 3 * t.eights), results = t.phases() * (30.0 + 12 * t.eights);
+      const double terms = by_columns ? rounds * (16.0 + 9 * t.eights) : t.steps() * (10.0 + 3 * t.eights);
+      const double results = t.phases() * (30.0 + 12 * t.eights);
       const double products = t.block_groups * t.pieces * units * (t.chunks * terms + results);
       const double loads = t.chunks * (window * (t.channels / 8 + kLine) / 32 * kLoad + kItem * warps(units));
       return (products + loads) * grouped_idle(shared(units, window), warps(units));
-    });
+    };
+    const double cost =
+        by_columns ? grouped_column_tiles(&t, most_units, cost_of) : grouped_tiles(&t, most_units, cost_of);
     if (cost >= 0 && (least < 0 || cost * blocks < least)) {
       least = cost * blocks, best = t;
       best.warps = warps(t.units), best.shared = static_cast<int>(shared(t.units, t.window_h * t.window_w));
     }
-  }
+  };
+  // groups whose results are whole sectors, or, if they do not fit, whole vectors
+  for (int bytes = 32; bytes >= 16 && least < 0; bytes /= 2)
+    for (int wanted = most; wanted >= 1; wanted /= 2)
+      try_groups(wanted, several ? std::min(bytes / 2 / std::gcd(g->out, bytes / 2), g->groups) : 1);
   if (least < 0) return false;
   return *g = best, true;
 }
 
+// Divides dweight's images into tiles whose strips of 8 columns the kernel goes down, two rows at a time.
+inline bool divide_dweight_columns(Grouped *g) {
+  constexpr int kMostBox = 256, kLeastColumns = 7, kMostColumns = 64;
+  const int64_t line = int64_t{g->w.source} * g->source_pitch;
+  double least = -1;
+  for (int across = (g->w.count + kMostColumns - 1) / kMostColumns;; ++across) {
+    const int cols = (g->w.count + across - 1) / across;
+    for (int down = 1; down <= g->h.count; ++down) {
+      const int rows = (g->h.count + down - 1) / down;
+      const int64_t window_h = g->h.window(rows), window_w = g->w.window(cols), window = window_h * window_w;
+      if (window_h > kMostBox || window_w > kMostBox || window >= 1 << 13 || window_h * line >= int64_t{1} << 31)
+        continue;
+      Grouped t = *g;
+      t.rows = rows, t.cols = cols, t.window_h = static_cast<int>(window_h), t.window_w = static_cast<int>(window_w);
+      // the last of an odd number of rows reads a row behind the window, and drops it
+      const int64_t behind = rows % 2 ? window_w * g->pixel : 0;
+      const int64_t shared = 2 * int64_t{t.boxed(t.windows())} + 2 * t.dweight_box() + window * 8 + 16 + 256 + behind;
+      if (shared > kConvShared) continue;
+      const double steps = (cols + 7) / 8 * ((rows + 1) / 2 * (10.0 + 6 * g->eights * g->columns) + 12) * g->warps;
+      const double vectors = (window * g->pixel + rows * cols * g->result_pixel) / 16.0;
+      const double load = grouped_knobs.tma ? grouped_knobs.window : grouped_knobs.load;
+      const double all = double(across) * ((g->h.count + rows - 1) / rows) *
+                         (steps + vectors / 32 * load + 100 * g->warps) * grouped_idle(shared, g->warps);
+      if (least >= 0 && all >= least) continue;
+      least = all, t.tiles_w = (g->w.count + cols - 1) / cols, t.tiles_h = (g->h.count + rows - 1) / rows;
+      t.shared = static_cast<int>(shared), *g = t;
+    }
+    if (cols <= kLeastColumns) break;
+  }
+  return least >= 0;
+}
+
 // Plans dweight's pass: its result is dy, and its source x.
-inline bool plan_grouped_dweight(Grouped *g) {
+inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
   constexpr int kMostUnits = 8;
+  if (by_columns && !grouped_column_axis(g->h)) return false;
   const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
   g->chunk = std::min(g->in, kGroupedWide), g->chunks = (g->in + g->chunk - 1) / g->chunk;
   g->part = std::min(g->out, kGroupedWide), g->parts = (g->out + g->part - 1) / g->part;
   // groups of few results share rows of a product, which begin at multiples of 8
-  const int most = narrow ? std::clamp(kGroupedWide / std::max(g->in, g->out), 1, g->groups) : 1;
+  const int most = narrow ? std::clamp((by_columns ? grouped_knobs.dweight_channels : kGroupedWide) / std::max(g->in, g->out), 1, g->groups) : 1;
   const int blocks = (g->groups + most - 1) / most, even = (g->groups + blocks - 1) / blocks;
   g->block_groups = most < 4 || most == g->groups ? even : std::min(most / 4 * 4, grouped_up(even, 4));
   g->channels = grouped_loaded(g->block_groups * g->chunk);
@@ -240,13 +330,20 @@ inline bool plan_grouped_dweight(Grouped *g) {
                        ? together * g->in
                        : columns(std::min(14 / g->part + 2, g->block_groups) * g->in);
   } else {
-    g->sixteens = g->block_groups * (((g->part % 8 ? g->part + 7 : g->part) + 15) / 16);
+    const int each = ((g->part % 8 ? g->part + 7 : g->part) + 15) / 16;
+    const int together = by_columns && each > 1 ? grouped_knobs.sixteens : 1;
+    if (by_columns) g->columns = together;
+    g->sixteens = g->block_groups * ((each + together - 1) / together);
     most_columns = columns(g->chunk);
   }
   const int eights = (most_columns + 7) / 8;
   g->pieces = (eights + 3) / 4, g->eights = (eights + g->pieces - 1) / g->pieces;
-  const int tasks = g->sixteens * g->pieces * ((g->taps() + kGroupedTaps - 1) / kGroupedTaps);
-  g->splits = (tasks + kGroupedDweightWarps - 1) / kGroupedDweightWarps, g->warps = (tasks + g->splits - 1) / g->splits;
+  if (by_columns && g->columns == 0) g->columns = 1;
+  const int tap_groups = by_columns ? g->w.phase[0].taps : (g->taps() + kGroupedTaps - 1) / kGroupedTaps;
+  const int tasks = g->sixteens * g->pieces * tap_groups;
+  const int most_warps = g->columns > 1 ? grouped_knobs.dweight_warps : kGroupedDweightWarps;
+  g->splits = (tasks + most_warps - 1) / most_warps, g->warps = (tasks + g->splits - 1) / g->splits;
+  if (by_columns) return divide_dweight_columns(g);
   auto shared = [&](int units, int window) {
     return 2 * (int64_t{window} * g->pixel + g->dweight_tile(units * kGroupedUnit)) + int64_t{window} * 8 + 16;
   };
@@ -258,6 +355,14 @@ inline bool plan_grouped_dweight(Grouped *g) {
   });
   if (cost < 0) return false;
   return g->shared = static_cast<int>(shared(g->units, g->window_h * g->window_w)), true;
+}
+
+// The plan by columns where their kernels take the pass, else that of any step.
+inline bool plan_grouped_pass(Grouped *g, bool dweight) {
+  Grouped t = *g;
+  auto plan = dweight ? plan_grouped_dweight : plan_grouped;
+  if (grouped_knobs.columns && plan(&t, true)) return *g = t, true;
+  return plan(g, false);
 }
 
 }  // namespace AOT_ISA

@@ -220,13 +220,13 @@ struct Conv2dParams {
     g->h = axis(0, s.height, s.out_h, s.kernel_h), g->w = axis(1, s.width, s.out_w, s.kernel_w);
     set_grouped(s, g);
     if (dx) std::swap(g->source_pitch, g->result_pitch), std::swap(g->in, g->out);
-    return plan_grouped(g);
+    return plan_grouped_pass(g, false);
   }
   bool grouped_dweight_call(const Conv2dShape &s, Grouped *g) const {
     g->h = grouped_axis(s.height, s.out_h, s.kernel_h, stride.value[0], padding.value[0], dilation.value[0]);
     g->w = grouped_axis(s.width, s.out_w, s.kernel_w, stride.value[1], padding.value[1], dilation.value[1]);
     set_grouped(s, g);
-    return plan_grouped_dweight(g);
+    return plan_grouped_pass(g, true);
   }
   // Blocks along dweight's sums: a wave of them, two for each multiprocessor.
   static int64_t grouped_slices(const Grouped &g) {
