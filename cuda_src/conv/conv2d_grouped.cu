@@ -36,7 +36,8 @@ bool map_grouped(CUtensorMap *map, const T *data, const Grouped &g, bool of_grou
 
 bool grouped_tma(const Grouped &g, const DeviceLimits &limits) {
   constexpr int kMostBox = 512;  // bytes of a pixel; both sides of a window are within 256
-  return grouped_knobs.tma && limits.major == 9 && TensorMaps::get().tiled && std::max(g.pixel, g.result_pixel) <= kMostBox;
+  return grouped_knobs.tma && limits.major == 9 && TensorMaps::get().tiled &&
+         std::max(g.pixel, g.result_pixel) <= kMostBox;
 }
 
 // f(an integral constant).
@@ -97,10 +98,10 @@ Status grouped_dweight(LaunchSequence &launch, const Conv2dParams &params, const
     AOT_TRY(device_limits(launch.op(), &limits));
     GroupedColumns call = {GroupedCall(g), {}, {}};
     const bool tma = grouped_tma(g, limits);
-    if (tma && !(map_grouped(&call.source, x, g, false, g.h.source, g.w.source, g.source_pitch, g.pixel, g.window_h,
-                             g.window_w) &&
-                 map_grouped(&call.dy, dy, g, false, g.h.result, g.w.result, g.result_pitch, g.result_pixel, g.rows,
-                             g.cols)))
+    if (tma &&
+        !(map_grouped(&call.source, x, g, false, g.h.source, g.w.source, g.source_pitch, g.pixel, g.window_h,
+                      g.window_w) &&
+          map_grouped(&call.dy, dy, g, false, g.h.result, g.w.result, g.result_pitch, g.result_pixel, g.rows, g.cols)))
       return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
     return with_tma(tma, [&](auto by_tma) {
       return with_eights(g.eights, [&](auto eights) {

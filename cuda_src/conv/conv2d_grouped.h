@@ -20,10 +20,13 @@ constexpr int kGroupedColumnsDweightWarps = 8;               // of a block, at m
 
 // What a trial varies.
 struct GroupedKnobs {
-  int columns = 1, tma = 1, sixteens = 2;  // whether the kernels of columns are taken, load by TMA, and sixteens of a warp
+  int columns = 1, tma = 1,
+      sixteens = 2;  // whether the kernels of columns are taken, load by TMA, and sixteens of a warp
   int enough = 24, load = 14, item = 150;  // the costs of plan_grouped
   int window = 3, most_units = kGroupedWarps, channels = 96;
   int dweight_warps = kGroupedColumnsDweightWarps, dweight_channels = kGroupedWide;
+  int eights = 4;  // of a warp in y and dx
+  int grid = 264;  // dweight's blocks: two for each multiprocessor of an H200
 };
 #ifdef AOT_GROUPED_TRIAL
 inline GroupedKnobs grouped_knobs;
@@ -219,7 +222,8 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
     g->part = g->out % 8 ? g->out : grouped_up((g->out + parts - 1) / parts, 8);
     g->parts = (g->out + g->part - 1) / g->part;
     const int eights = (g->part + 7) / 8;
-    g->pieces = (eights + 3) / 4, g->eights = (eights + g->pieces - 1) / g->pieces;
+    g->pieces = (eights + grouped_knobs.eights - 1) / grouped_knobs.eights;
+    g->eights = (eights + g->pieces - 1) / g->pieces;
   };
   divide((g->out + kGroupedWide - 1) / kGroupedWide);
   if (g->out % 8 == 0 && g->part > 32 && (g->chunks > 1 || g->chunk_words() * 4 > kMostWeights))
@@ -313,7 +317,10 @@ inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
   g->chunk = std::min(g->in, kGroupedWide), g->chunks = (g->in + g->chunk - 1) / g->chunk;
   g->part = std::min(g->out, kGroupedWide), g->parts = (g->out + g->part - 1) / g->part;
   // groups of few results share rows of a product, which begin at multiples of 8
-  const int most = narrow ? std::clamp((by_columns ? grouped_knobs.dweight_channels : kGroupedWide) / std::max(g->in, g->out), 1, g->groups) : 1;
+  const int most =
+      narrow ? std::clamp((by_columns ? grouped_knobs.dweight_channels : kGroupedWide) / std::max(g->in, g->out), 1,
+                          g->groups)
+             : 1;
   const int blocks = (g->groups + most - 1) / most, even = (g->groups + blocks - 1) / blocks;
   g->block_groups = most < 4 || most == g->groups ? even : std::min(most / 4 * 4, grouped_up(even, 4));
   g->channels = grouped_loaded(g->block_groups * g->chunk);

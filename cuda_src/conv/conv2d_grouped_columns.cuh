@@ -181,8 +181,7 @@ __global__ void __launch_bounds__(256, 3)
             }
           } else {
 #pragma unroll
-            for (int r = 0; r < 6; ++r)
-              load_words(a[i][r], row + r * apart);
+            for (int r = 0; r < 6; ++r) load_words(a[i][r], row + r * apart);
           }
         };
         auto multiply = [&](int i) {
@@ -255,8 +254,8 @@ __global__ void __launch_bounds__(256, 3)
             const int k = min(i + j * apart, n - 1);
             const int position = c.by_result_vectors.divide(k), v = k - position * vectors;
             const int2 spot = spots[unit * kUnit + position];
-            const bool there = i + j * apart < n && (spot.y >> 16) < rows && (spot.y & 0xffff) < cols &&
-                               first + v * 8 < end;
+            const bool there =
+                i + j * apart < n && (spot.y >> 16) < rows && (spot.y & 0xffff) < cols && first + v * 8 < end;
             at[j] = there ? spot.x + v * 8 : -1;
             value[j] = *reinterpret_cast<const uint4 *>(mine + position * g.result_pixel + v * 16);
           }
@@ -269,8 +268,8 @@ __global__ void __launch_bounds__(256, 3)
       const int first_result = block.first_result(g), of_group = (block.group + 1) * g.out;
       if (g.chunks == 1) {
         const int groups = block.groups;
-        const int end = groups > 1 || g.parts == 1 ? first_result + groups * g.out
-                                                   : min(first_result + g.part, of_group);
+        const int end =
+            groups > 1 || g.parts == 1 ? first_result + groups * g.out : min(first_result + g.part, of_group);
         for (int task = share; task < groups * g.pieces; task += shares) {
           const int group = task / g.pieces, piece = task - group * g.pieces;
           begin(group, piece);
@@ -437,13 +436,11 @@ __global__ void __launch_bounds__(32 * (kSixteens > 1 ? kGroupedColumnsDweightWa
             const int group = result / g.part, result_of = result - group * g.part, at_of = at - group * g.chunk;
             if (result < 0 || group < of.first_group || group > of.last_group) continue;
             if (block.part * g.part + result_of >= g.out) continue;
-            const int64_t row =
-                (int64_t{block.group + group} * g.out + block.part * g.part + result_of) * g.taps() + t * columns +
-                column_tap;
+            const int64_t row = (int64_t{block.group + group} * g.out + block.part * g.part + result_of) * g.taps() +
+                                t * columns + column_tap;
             float *to = partial + row * slice_channels + chunk * g.chunk + at_of;
             const bool both = 0 <= at_of && at_of + 1 < g.chunk && chunk * g.chunk + at_of + 1 < g.in;
-            if (both)
-              *reinterpret_cast<float2 *>(to) = {sums[m][t][e][half * 2], sums[m][t][e][half * 2 + 1]};
+            if (both) *reinterpret_cast<float2 *>(to) = {sums[m][t][e][half * 2], sums[m][t][e][half * 2 + 1]};
           }
   } else {
     __trap();

@@ -230,7 +230,7 @@ struct Conv2dParams {
   }
   // Blocks along dweight's sums: a wave of them, two for each multiprocessor.
   static int64_t grouped_slices(const Grouped &g) {
-    return std::clamp<int64_t>(kFullGrid / (int64_t{g.blocks()} * g.chunks * g.splits), 1, g.tiles());
+    return std::clamp<int64_t>(grouped_knobs.grid / (int64_t{g.blocks()} * g.chunks * g.splits), 1, g.tiles());
   }
   int64_t grouped_channels(const Conv2dShape &s) const { return round_up(s.channels / groups, 4); }
   int64_t grouped_slice(const Conv2dShape &s) const { return s.out_channels * s.kernel() * grouped_channels(s); }

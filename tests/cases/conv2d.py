@@ -115,6 +115,10 @@ ROW = Row(
         *_conv2d((2, 32, 9, 6), (64, 8, 1, 1), stride=2, groups=4),
         *_conv2d((1, 12, 7, 7), (20, 6, 3, 3), padding=4, groups=2),
         *_conv2d((1, 6, 13, 9), (6, 2, 3, 3), padding=1, groups=3),
+        *_conv2d((1, 36, 9, 17), (60, 12, 3, 3), padding=1, groups=3),
+        *_conv2d((1, 40, 11, 20), (80, 8, 3, 5), stride=(1, 2), padding=(0, 2), groups=5),
+        *_conv2d((1, 16, 6, 33), (48, 4, 3, 1), bias=False, padding=(2, 0), groups=4),
+        *_conv2d((1, 96, 5, 6), (80, 48, 3, 3), padding=1, groups=2),
         *_conv2d((3, 9, 8, 7), (15, 3, 2, 2), bias=False, stride=(1, 2), padding=1, groups=3),
         # depthwise: kernels and strides of their own, a strided dx with dilation, and a plane in parts
         *_conv2d((3, 4, 9, 8), (4, 1, 5, 5), stride=2, padding=2, groups=4),
