@@ -107,13 +107,12 @@ Status depthwise_dweight(LaunchSequence &launch, const Conv2dParams &params, con
 
 // Convolutions with groups of several channels in 16 bits, from compute capability 8.0 (conv2d_grouped.cuh), of NHWC
 // with pixels of whole vectors of 16 bytes. y, or with `dx` dx; bias may be null. operands: the weight as the kernels
-// read it. partial: dweight's sums, for each of params.grouped_slices() (out_channels, kernel, grouped_channels()).
+// read it. partial: dweight's sums, g.slices of g.slice() elements.
 template <typename T>
-Status grouped_forward(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, bool dx,
-                       const T *source, const T *weight, const T *bias, float *operands, T *result);
+Status grouped_forward(LaunchSequence &launch, const Grouped &g, const Conv2dCall &c, bool dx, const T *source,
+                       const T *weight, const T *bias, float *operands, T *result);
 template <typename T>
-Status grouped_dweight(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, const T *dy, const T *x,
-                       float *partial);
+Status grouped_dweight(LaunchSequence &launch, const Grouped &g, const T *dy, const T *x, float *partial);
 
 }  // namespace AOT_ISA
 }  // namespace aot

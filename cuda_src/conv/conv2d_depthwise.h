@@ -13,6 +13,11 @@
 namespace aot {
 inline namespace AOT_ISA {
 
+template <typename A, typename B>
+constexpr auto divide_up(A a, B b) {
+  return (a + b - 1) / b;
+}
+
 // Along an axis, a result's elements form `residues` sequences, which have `count` positions at most. Each position of
 // a sequence meets the inputs of that sequence, `unit` apart, as if there were no dilation:
 //            a position m                            meets inputs u of its sequence, with kernel element
@@ -119,15 +124,14 @@ constexpr int depthwise_dweight_blocks(int kernel, bool nhwc) {
 AOT_BOTH_SIDES constexpr int depthwise_columns(int in, int out) { return in > 1 || out > 1 ? 2 : 4; }
 
 inline void divide_depthwise(Depthwise *d, int kernel, int columns, int channels_of_word) {
-  auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int words = static_cast<int>(divide_up(d->channels, channels_of_word));
+  const int words = divide_up(d->channels, channels_of_word);
   // the most lanes that leave few of them idle
   d->lanes = 32;
   auto idle = [&](int lanes) { return divide_up(words, lanes) * lanes - words; };
   for (int lanes : {16, 8})
     if (8 * (idle(d->lanes) - idle(lanes)) > words) d->lanes = lanes;
-  d->chunks = static_cast<int>(divide_up(words, d->lanes));
-  d->tiles_w = static_cast<int>(divide_up(d->w.count, columns)) * d->w.residues;
+  d->chunks = divide_up(words, d->lanes);
+  d->tiles_w = divide_up(d->w.count, columns) * d->w.residues;
   // Strips meet kernel - 1 rows more than they have: as long as leaves four waves of threads.
   constexpr int64_t kThreads = 132 * 2048 * 3 / 2;
   const int64_t threads = int64_t{d->batch} * d->chunks * d->lanes * d->tiles_w * d->h.residues;
@@ -135,13 +139,12 @@ inline void divide_depthwise(Depthwise *d, int kernel, int columns, int channels
   const int64_t longest = std::clamp<int64_t>(d->h.count * threads / kThreads, least, d->h.count);
   const int64_t strips = divide_up(d->h.count, longest);
   d->strip = static_cast<int>(divide_up(d->h.count, strips));
-  d->strips = static_cast<int>(divide_up(d->h.count, d->strip)) * d->h.residues;
+  d->strips = divide_up(d->h.count, d->strip) * d->h.residues;
   d->items = int64_t{d->batch} * d->strips * d->tiles_w;
 }
 
 // in, out: steps of the axes. false: a row or plane is too large, or begins beyond the padding.
 inline bool divide_planes(Depthwise *d, int kernel, int in, int out, bool dweight) {
-  auto divide_up = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   auto round_up = [&](int64_t a) { return divide_up(a, 4) * 4; };
   auto window = [&](int n) { return out == 1 ? in * (n - 1) + kernel : n - 1 + divide_up(kernel, out); };
   const int columns = plane_columns(out), tiles = divide_up(d->w.count, columns), left = -d->w.first_in;

@@ -23,11 +23,11 @@ unsigned grouped_grid(const Grouped &g, int64_t others, int multiprocessors) {
 constexpr DType grouped_dtype(__half) { return DType::float16; }
 constexpr DType grouped_dtype(__nv_bfloat16) { return DType::bfloat16; }
 
-// An image's boxes of `high` x `wide` pixels, as grouped_columns_kernel loads them.
+// Boxes of `high` x `wide` pixels of images, of the channels of one group with `of_groups`, as TMA loads them.
 template <typename T>
 bool map_grouped(CUtensorMap *map, const T *data, const Grouped &g, bool of_groups, int h, int w, int pitch, int pixel,
                  int high, int wide) {
-  const auto channels = static_cast<uint64_t>(of_groups ? g.in : pitch), groups = uint64_t(of_groups ? g.groups : 1);
+  const auto channels = uint64_t(of_groups ? g.in : pitch), groups = uint64_t(of_groups ? g.groups : 1);
   const int64_t line = int64_t{w} * pitch;
   return map_tiled<5>(map, grouped_dtype(T()), data, {channels, groups, uint64_t(w), uint64_t(h), uint64_t(g.batch)},
                       {of_groups ? g.in : pitch, pitch, line, line * h},
@@ -36,97 +36,82 @@ bool map_grouped(CUtensorMap *map, const T *data, const Grouped &g, bool of_grou
 
 bool grouped_tma(const Grouped &g, const DeviceLimits &limits) {
   constexpr int kMostBox = 512;  // bytes of a pixel; both sides of a window are within 256
-  return grouped_knobs.tma && limits.major == 9 && TensorMaps::get().tiled &&
-         std::max(g.pixel, g.result_pixel) <= kMostBox;
+  return limits.major == 9 && TensorMaps::get().tiled && std::max(g.pixel, g.result_pixel) <= kMostBox;
 }
 
-// f(an integral constant).
+// f(whether TMA loads, the 8s of columns of a warp, as integral constants).
 template <class F>
-Status with_tma(bool tma, F f) {
-  return tma ? f(std::true_type()) : f(std::false_type());
+Status with_columns(bool tma, int eights, F f) {
+  return with_eights(eights, [&](auto n) { return tma ? f(std::true_type(), n) : f(std::false_type(), n); });
+}
+
+Status no_map(const LaunchSequence &launch) {
+  return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
 }
 
 }  // namespace
 
 template <typename T>
-Status grouped_forward(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, bool dx,
-                       const T *source, const T *weight, const T *bias, float *operands, T *result) {
+Status grouped_forward(LaunchSequence &launch, const Grouped &g, const Conv2dCall &c, bool dx, const T *source,
+                       const T *weight, const T *bias, float *operands, T *result) {
   DeviceLimits limits;
   AOT_TRY(device_limits(launch.op(), &limits));
-  Grouped g;
-  if (!params.grouped_call(c.s, dx, &g)) return kOk;
   auto *to = reinterpret_cast<uint2 *>(operands);
   if (const auto n = static_cast<unsigned>(g.words() / 2))
     AOT_TRY(launch(grouped_weight_kernel<T>, grid_size(ceil_div(n, 256)), 256, 0, 1, g, c.weight,
                    static_cast<int>(c.s.kernel_w), dx, weight, to, n));
   const auto across = static_cast<unsigned>(g.blocks());
   const dim3 grid(grouped_grid(g, across, limits.multiprocessors), across);
+  auto run = [&](auto *kernel, const auto &call) {
+    return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, source, to, bias, result);
+  };
   if (g.columns) {
     GroupedColumns call = {GroupedCall(g), {}, {}};
     const bool tma = grouped_tma(g, limits);
     if (tma && !map_grouped(&call.source, source, g, g.chunks > 1, g.h.source, g.w.source, g.source_pitch, g.pixel,
                             g.window_h, g.window_w))
-      return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
-    return with_tma(tma, [&](auto by_tma) {
-      return with_eights(g.eights, [&](auto eights) {
-        auto run = [&](auto *kernel) {
-          return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, source, to, bias, result);
-        };
-        return g.in % 8 ? run(grouped_columns_kernel<T, eights.value, 4, by_tma.value>)
-                        : run(grouped_columns_kernel<T, eights.value, 8, by_tma.value>);
-      });
+      return no_map(launch);
+    return with_columns(tma, g.eights, [&](auto by_tma, auto eights) {
+      return g.in % 8 ? run(grouped_columns_kernel<T, eights.value, 4, by_tma.value>, call)
+                      : run(grouped_columns_kernel<T, eights.value, 8, by_tma.value>, call);
     });
   }
   return with_eights(g.eights, [&](auto eights) {
-    auto run = [&](auto *kernel) {
-      return launch(kernel, grid, 32 * g.warps, g.shared, 1, GroupedCall(g), source, to, bias, result);
-    };
-    return g.in % 8 ? run(grouped_kernel<T, eights.value, false>) : run(grouped_kernel<T, eights.value, true>);
+    return g.in % 8 ? run(grouped_kernel<T, eights.value, false>, GroupedCall(g))
+                    : run(grouped_kernel<T, eights.value, true>, GroupedCall(g));
   });
 }
 
 template <typename T>
-Status grouped_dweight(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, const T *dy, const T *x,
-                       float *partial) {
-  Grouped g;
-  if (!params.grouped_dweight_call(c.s, &g)) return kOk;
-  const dim3 grid(static_cast<unsigned>(params.grouped_slices(g)), g.blocks() * g.chunks, g.splits);
-  const auto channels = static_cast<int>(params.grouped_channels(c.s));
-  const int64_t slice = params.grouped_slice(c.s);
+Status grouped_dweight(LaunchSequence &launch, const Grouped &g, const T *dy, const T *x, float *partial) {
+  const dim3 grid(g.slices, g.blocks() * g.chunks, g.splits);
+  auto run = [&](auto *kernel, const auto &call) {
+    return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, dy, x, partial, g.slice(), g.slice_channels());
+  };
   if (g.columns) {
     DeviceLimits limits;
     AOT_TRY(device_limits(launch.op(), &limits));
     GroupedColumns call = {GroupedCall(g), {}, {}};
     const bool tma = grouped_tma(g, limits);
+    const auto &h = g.h, &w = g.w;
     if (tma &&
-        !(map_grouped(&call.source, x, g, false, g.h.source, g.w.source, g.source_pitch, g.pixel, g.window_h,
-                      g.window_w) &&
-          map_grouped(&call.dy, dy, g, false, g.h.result, g.w.result, g.result_pitch, g.result_pixel, g.rows, g.cols)))
-      return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
-    return with_tma(tma, [&](auto by_tma) {
-      return with_eights(g.eights, [&](auto eights) {
-        auto run = [&](auto *kernel) {
-          return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, dy, x, partial, slice, channels);
-        };
-        return g.columns > 1 ? run(grouped_dweight_columns_kernel<T, eights.value, 2, by_tma.value>)
-                             : run(grouped_dweight_columns_kernel<T, eights.value, 1, by_tma.value>);
-      });
+        !(map_grouped(&call.source, x, g, false, h.source, w.source, g.source_pitch, g.pixel, g.window_h, g.window_w) &&
+          map_grouped(&call.dy, dy, g, false, h.result, w.result, g.result_pitch, g.result_pixel, g.rows, g.cols)))
+      return no_map(launch);
+    return with_columns(tma, g.eights, [&](auto by_tma, auto eights) {
+      return g.columns > 1 ? run(grouped_dweight_columns_kernel<T, eights.value, 2, by_tma.value>, call)
+                           : run(grouped_dweight_columns_kernel<T, eights.value, 1, by_tma.value>, call);
     });
   }
-  return with_eights(g.eights, [&](auto eights) {
-    return launch(grouped_dweight_kernel<T, eights.value>, grid, 32 * g.warps, g.shared, 1, GroupedCall(g), dy, x,
-                  partial, slice, channels);
-  });
+  return with_eights(g.eights,
+                     [&](auto eights) { return run(grouped_dweight_kernel<T, eights.value>, GroupedCall(g)); });
 }
 
-#define AOT_GROUPED(T)                                                                                                 \
-  template Status grouped_forward<T>(LaunchSequence &, const Conv2dParams &, const Conv2dCall &, bool, const T *,      \
-                                     const T *, const T *, float *, T *);                                              \
-  template Status grouped_dweight<T>(LaunchSequence &, const Conv2dParams &, const Conv2dCall &, const T *, const T *, \
-                                     float *);
-#ifndef AOT_GROUPED_TRIAL
+#define AOT_GROUPED(T)                                                                                       \
+  template Status grouped_forward<T>(LaunchSequence &, const Grouped &, const Conv2dCall &, bool, const T *, \
+                                     const T *, const T *, float *, T *);                                    \
+  template Status grouped_dweight<T>(LaunchSequence &, const Grouped &, const T *, const T *, float *);
 AOT_GROUPED(__half)
-#endif
 AOT_GROUPED(__nv_bfloat16)
 
 }  // namespace AOT_ISA

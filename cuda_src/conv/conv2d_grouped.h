@@ -16,23 +16,8 @@ constexpr int kGroupedTaps = 3;    // kernel elements of a warp in dweight
 constexpr int kGroupedUnit = 32;   // positions of a warp in y and dx, and of which dweight's tiles have a multiple
 constexpr int kGroupedWarps = 8, kGroupedDweightWarps = 12;  // of a block, at most
 constexpr int64_t kConvShared = 99 << 10;                    // every device has these since 8.0
-constexpr int kGroupedColumnsDweightWarps = 8;               // of a block, at most, whose warps have many registers
-
-// What a trial varies.
-struct GroupedKnobs {
-  int columns = 1, tma = 1,
-      sixteens = 2;  // whether the kernels of columns are taken, load by TMA, and sixteens of a warp
-  int enough = 24, load = 14, item = 150;  // the costs of plan_grouped
-  int window = 3, most_units = kGroupedWarps, channels = 96;
-  int dweight_warps = kGroupedColumnsDweightWarps, dweight_channels = kGroupedWide;
-  int eights = 4;  // of a warp in y and dx
-  int grid = 264;  // dweight's blocks: two for each multiprocessor of an H200
-};
-#ifdef AOT_GROUPED_TRIAL
-inline GroupedKnobs grouped_knobs;
-#else
-constexpr GroupedKnobs grouped_knobs;
-#endif
+constexpr int kGroupedLoad = 14, kGroupedBoxLoad = 3;  // instructions of a warp for 32 vectors by cp.async, by TMA
+constexpr int kGroupedMostRegisters = 8;               // warps of a block, at most, of two sixteens in dweight
 
 // The elements of the kernel that pixels of one remainder by dx's stride meet, or all: kernel_first + t * kernel_step
 // at the source's pixel first + t * unit from the position, t < taps.
@@ -77,13 +62,13 @@ inline GroupedAxis grouped_dx_axis(int64_t in, int64_t out, int64_t kernel, int6
   const int64_t common = std::gcd(stride, dilation), step = stride / common;
   GroupedAxis a;
   a.source = static_cast<int>(in), a.result = static_cast<int>(out), a.phases = static_cast<int>(stride);
-  a.count = static_cast<int>((out + stride - 1) / stride);
+  a.count = static_cast<int>(divide_up(out, stride));
   a.unit = static_cast<int>(-dilation / common), a.kernel_step = static_cast<int>(step);
   for (int64_t p = 0; p < stride; ++p)
     for (int64_t r = 0; r < std::min(step, kernel); ++r)
       if ((p + padding - r * dilation) % stride == 0)
         a.phase[p] = {static_cast<int>((p + padding - r * dilation) / stride),
-                      static_cast<int>((kernel - r + step - 1) / step), static_cast<int>(r)};
+                      static_cast<int>(divide_up(kernel - r, step)), static_cast<int>(r)};
   a.set_span();
   return a;
 }
@@ -103,8 +88,8 @@ struct Grouped {
   int first_step[kGroupedPhases * kGroupedPhases + 1] = {};
   // of the result in shared memory likewise: those of dy's tile in dweight, else of a warp
   int result_channels = 0, result_pixel = 0;
-  // dweight: 16s of results, pieces of `eights` of the channels, blocks along all
-  int sixteens = 1, splits = 1;
+  // dweight: 16s of results, pieces of `eights` of the channels, blocks along all, blocks along the tiles
+  int sixteens = 1, splits = 1, slices = 0;
   // Kernels of columns (conv2d_grouped_columns.cuh). y and dx: units of 4 x 8 positions across a tile; dweight: 16s of
   // results of a warp. 0: the kernels of any step.
   int columns = 0;
@@ -125,10 +110,14 @@ struct Grouped {
   AOT_BOTH_SIDES int chunk_words() const { return steps() * pieces * eights * 64; }
   AOT_BOTH_SIDES int part_words() const { return chunks * chunk_words(); }
   int64_t words() const { return int64_t{groups} * parts * part_words(); }
-  int blocks() const { return (groups + block_groups - 1) / block_groups * parts; }
+  // Elements of dweight's sums of a slice, (groups * out, taps, slice_channels), and of all.
+  int slice_channels() const { return divide_up(in, 4) * 4; }
+  int64_t slice() const { return int64_t{groups} * out * taps() * slice_channels(); }
+  int64_t sums() const { return slices * slice(); }
+  int blocks() const { return divide_up(groups, block_groups) * parts; }
 };
 
-inline int grouped_up(int64_t n, int64_t to) { return static_cast<int>((n + to - 1) / to * to); }
+inline int grouped_up(int64_t n, int64_t to) { return static_cast<int>(divide_up(n, to) * to); }
 
 // Bytes of a pixel: an odd number of 16s, so that neighbouring pixels are in other banks.
 inline int grouped_pixel(int channels) { return channels * 2 + (channels / 8 % 2 ? 0 : 16); }
@@ -147,9 +136,9 @@ double grouped_tiles(Grouped *g, int most, Cost cost) {
     const int positions = units * kGroupedUnit;
     // each number of columns that an equal division has
     for (int widest = std::min(positions, g->w.count), cols; widest > 0; widest = cols - 1) {
-      const int across = (g->w.count + widest - 1) / widest;
-      cols = (g->w.count + across - 1) / across;
-      const int down = (g->h.count + positions / cols - 1) / (positions / cols), rows = (g->h.count + down - 1) / down;
+      const int across = divide_up(g->w.count, widest);
+      cols = divide_up(g->w.count, across);
+      const int down = divide_up(g->h.count, positions / cols), rows = divide_up(g->h.count, down);
       if (rows * cols <= positions - kGroupedUnit) continue;
       const int64_t window = int64_t{g->h.window(rows)} * g->w.window(cols);
       const bool counted = window <= kMostPixels && g->h.window(rows) * line < int64_t{1} << 31;
@@ -157,7 +146,7 @@ double grouped_tiles(Grouped *g, int most, Cost cost) {
       const double all = double(down) * across * each;
       if (each >= 0 && (least < 0 || all < least)) {
         least = all, g->units = units, g->rows = rows, g->cols = cols;
-        g->tiles_h = (g->h.count + rows - 1) / rows, g->tiles_w = (g->w.count + cols - 1) / cols;
+        g->tiles_h = divide_up(g->h.count, rows), g->tiles_w = divide_up(g->w.count, cols);
       }
       if (cols <= kLeastColumns) break;
     }
@@ -173,8 +162,8 @@ double grouped_column_tiles(Grouped *g, int most, Cost cost) {
   double least = -1;
   for (int high = 1; high <= most; ++high)
     for (int wide = 1; high * wide <= most; ++wide) {
-      const int down = (g->h.count + 4 * high - 1) / (4 * high), across = (g->w.count + 8 * wide - 1) / (8 * wide);
-      const int rows = (g->h.count + down - 1) / down, cols = (g->w.count + across - 1) / across;
+      const int down = divide_up(g->h.count, 4 * high), across = divide_up(g->w.count, 8 * wide);
+      const int rows = divide_up(g->h.count, down), cols = divide_up(g->w.count, across);
       const int window_h = g->h.window(4 * high), window_w = g->w.window(8 * wide);
       if (rows <= 4 * (high - 1) || cols <= 8 * (wide - 1) || window_h > kMostBox || window_w > kMostBox) continue;
       if (int64_t{window_h} * g->w.source * g->source_pitch >= int64_t{1} << 31) continue;
@@ -199,46 +188,45 @@ inline int64_t grouped_blocks(int64_t shared, int warps) {
 
 // How much longer a kernel takes that leaves a multiprocessor few warps to hide latencies with.
 inline double grouped_idle(int64_t shared, int warps) {
-  const int enough = grouped_knobs.enough;
-  return double(enough) / std::clamp<int64_t>(grouped_blocks(shared, warps) * warps, 1, enough);
+  constexpr int kEnough = 24;
+  return double(kEnough) / std::clamp<int64_t>(grouped_blocks(shared, warps) * warps, 1, kEnough);
 }
 
 // Plans y or dx's pass, whose sizes are there. Costs are warps' instructions. false: it does not fit in shared memory.
 inline bool plan_grouped(Grouped *g, bool by_columns) {
-  constexpr int kMostWeights = 48 << 10;
-  const int kLoad = by_columns && grouped_knobs.tma ? grouped_knobs.window : grouped_knobs.load;
-  const int kItem = grouped_knobs.item;
+  constexpr int kMostWeights = 48 << 10, kMostChannels = 96, kMostEights = 4, kItem = 150;
+  const int load = by_columns ? kGroupedBoxLoad : kGroupedLoad;
   constexpr double kLine = 1.5;  // vectors of 16 bytes that a pixel's first and last sectors have besides
   g->chunk = g->in <= kGroupedWide ? g->in : kGroupedChunk;
-  g->chunks = (g->in + g->chunk - 1) / g->chunk;
+  g->chunks = divide_up(g->in, g->chunk);
   if (by_columns && (!grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % 4)) return false;
-  const int rounds = (g->w.phase[0].taps * g->chunk + 15) / 16;
+  const int rounds = divide_up(g->w.phase[0].taps * g->chunk, 16);
   if (by_columns) g->first_step[1] = 3 * rounds;
   for (int p = 0; !by_columns && p < g->phases(); ++p) {
     const int taps = g->h.phase[p / g->w.phases].taps * g->w.phase[p % g->w.phases].taps;
-    g->first_step[p + 1] = g->first_step[p] + (taps * g->chunk + 15) / 16;
+    g->first_step[p + 1] = g->first_step[p] + divide_up(taps * g->chunk, 16);
   }
   auto divide = [&](int parts) {
-    g->part = g->out % 8 ? g->out : grouped_up((g->out + parts - 1) / parts, 8);
-    g->parts = (g->out + g->part - 1) / g->part;
-    const int eights = (g->part + 7) / 8;
-    g->pieces = (eights + grouped_knobs.eights - 1) / grouped_knobs.eights;
-    g->eights = (eights + g->pieces - 1) / g->pieces;
+    g->part = g->out % 8 ? g->out : grouped_up(divide_up(g->out, parts), 8);
+    g->parts = divide_up(g->out, g->part);
+    const int eights = divide_up(g->part, 8);
+    g->pieces = divide_up(eights, kMostEights);
+    g->eights = divide_up(eights, g->pieces);
   };
-  divide((g->out + kGroupedWide - 1) / kGroupedWide);
+  divide(divide_up(g->out, kGroupedWide));
   if (g->out % 8 == 0 && g->part > 32 && (g->chunks > 1 || g->chunk_words() * 4 > kMostWeights))
-    divide((g->out + 31) / 32);
+    divide(divide_up(g->out, 32));
   const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
   const bool several = narrow && g->parts == 1;
-  const int most = several ? std::clamp(grouped_knobs.channels / std::max(g->in, g->out), 1, g->groups) : 1;
+  const int most = several ? std::clamp(kMostChannels / std::max(g->in, g->out), 1, g->groups) : 1;
   const int stages = g->chunks > 1 ? 2 : 1, wide_tasks = g->phases() * g->pieces;
   Grouped best;
   double least = -1;
   int tried = 0;
   auto try_groups = [&](int wanted, int together) {
     Grouped t = *g;
-    const int usual = std::min(grouped_up(wanted, together), t.groups), blocks = (t.groups + usual - 1) / usual;
-    t.block_groups = std::min(grouped_up((t.groups + blocks - 1) / blocks, together), t.groups);
+    const int usual = std::min(grouped_up(wanted, together), t.groups), blocks = divide_up(t.groups, usual);
+    t.block_groups = std::min(grouped_up(divide_up(t.groups, blocks), together), t.groups);
     if (t.block_groups == tried) return;
     tried = t.block_groups;
     t.channels = grouped_loaded(t.chunks > 1 ? t.chunk : t.block_groups * t.in), t.pixel = grouped_pixel(t.channels);
@@ -253,13 +241,13 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
       const int64_t staged = t.chunks > 1 ? warps(units) : units;
       return int64_t{window} * (2 * t.pixel + 8) + beside + kGroupedUnit * (staged * t.result_pixel + 8 * units);
     };
-    const int most_units = grouped_knobs.most_units / (t.chunks > 1 ? wide_tasks : 1);
+    const int most_units = kGroupedWarps / (t.chunks > 1 ? wide_tasks : 1);
     auto cost_of = [&](int units, int window) {
       if (shared(units, window) > kConvShared) return -1.0;
       const double terms = by_columns ? rounds * (16.0 + 9 * t.eights) : t.steps() * (10.0 + 3 * t.eights);
       const double results = t.phases() * (30.0 + 12 * t.eights);
       const double products = t.block_groups * t.pieces * units * (t.chunks * terms + results);
-      const double loads = t.chunks * (window * (t.channels / 8 + kLine) / 32 * kLoad + kItem * warps(units));
+      const double loads = t.chunks * (window * (t.channels / 8 + kLine) / 32 * load + kItem * warps(units));
       return (products + loads) * grouped_idle(shared(units, window), warps(units));
     };
     const double cost =
@@ -282,10 +270,10 @@ inline bool divide_dweight_columns(Grouped *g) {
   constexpr int kMostBox = 256, kLeastColumns = 7, kMostColumns = 64;
   const int64_t line = int64_t{g->w.source} * g->source_pitch;
   double least = -1;
-  for (int across = (g->w.count + kMostColumns - 1) / kMostColumns;; ++across) {
-    const int cols = (g->w.count + across - 1) / across;
+  for (int across = divide_up(g->w.count, kMostColumns);; ++across) {
+    const int cols = divide_up(g->w.count, across);
     for (int down = 1; down <= g->h.count; ++down) {
-      const int rows = (g->h.count + down - 1) / down;
+      const int rows = divide_up(g->h.count, down);
       const int64_t window_h = g->h.window(rows), window_w = g->w.window(cols), window = window_h * window_w;
       if (window_h > kMostBox || window_w > kMostBox || window >= 1 << 13 || window_h * line >= int64_t{1} << 31)
         continue;
@@ -295,13 +283,13 @@ inline bool divide_dweight_columns(Grouped *g) {
       const int64_t behind = rows % 2 ? window_w * g->pixel : 0;
       const int64_t shared = 2 * int64_t{t.boxed(t.windows())} + 2 * t.dweight_box() + window * 8 + 16 + 256 + behind;
       if (shared > kConvShared) continue;
-      const double steps = (cols + 7) / 8 * ((rows + 1) / 2 * (10.0 + 6 * g->eights * g->columns) + 12) * g->warps;
+      const double steps =
+          divide_up(cols, 8) * (divide_up(rows, 2) * (10.0 + 6 * g->eights * g->columns) + 12) * g->warps;
       const double vectors = (window * g->pixel + rows * cols * g->result_pixel) / 16.0;
-      const double load = grouped_knobs.tma ? grouped_knobs.window : grouped_knobs.load;
-      const double all = double(across) * ((g->h.count + rows - 1) / rows) *
-                         (steps + vectors / 32 * load + 100 * g->warps) * grouped_idle(shared, g->warps);
+      const double all = double(across) * (divide_up(g->h.count, rows)) *
+                         (steps + vectors / 32 * kGroupedBoxLoad + 100 * g->warps) * grouped_idle(shared, g->warps);
       if (least >= 0 && all >= least) continue;
-      least = all, t.tiles_w = (g->w.count + cols - 1) / cols, t.tiles_h = (g->h.count + rows - 1) / rows;
+      least = all, t.tiles_w = divide_up(g->w.count, cols), t.tiles_h = divide_up(g->h.count, rows);
       t.shared = static_cast<int>(shared), *g = t;
     }
     if (cols <= kLeastColumns) break;
@@ -314,42 +302,39 @@ inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
   constexpr int kMostUnits = 8;
   if (by_columns && !grouped_column_axis(g->h)) return false;
   const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
-  g->chunk = std::min(g->in, kGroupedWide), g->chunks = (g->in + g->chunk - 1) / g->chunk;
-  g->part = std::min(g->out, kGroupedWide), g->parts = (g->out + g->part - 1) / g->part;
+  g->chunk = std::min(g->in, kGroupedWide), g->chunks = divide_up(g->in, g->chunk);
+  g->part = std::min(g->out, kGroupedWide), g->parts = divide_up(g->out, g->part);
   // groups of few results share rows of a product, which begin at multiples of 8
-  const int most =
-      narrow ? std::clamp((by_columns ? grouped_knobs.dweight_channels : kGroupedWide) / std::max(g->in, g->out), 1,
-                          g->groups)
-             : 1;
-  const int blocks = (g->groups + most - 1) / most, even = (g->groups + blocks - 1) / blocks;
+  const int most = narrow ? std::clamp(kGroupedWide / std::max(g->in, g->out), 1, g->groups) : 1;
+  const int blocks = divide_up(g->groups, most), even = divide_up(g->groups, blocks);
   g->block_groups = most < 4 || most == g->groups ? even : std::min(most / 4 * 4, grouped_up(even, 4));
   g->channels = grouped_loaded(g->block_groups * g->chunk);
   g->result_channels = grouped_loaded(g->block_groups * g->part);
   g->pixel = grouped_pixel(g->channels), g->result_pixel = grouped_pixel(g->result_channels);
   // channels that meet a sixteen of results, from a multiple of 8 on
-  auto columns = [&](int n) { return g->in % 8 ? (n + 14) / 8 * 8 : n; };
+  auto columns = [&](int n) { return g->in % 8 ? grouped_up(n + 7, 8) : n; };
   int most_columns;
   if (g->part < 16) {
     const bool whole = g->block_groups == g->groups || g->block_groups % 4 == 0;
     const int together = std::min(16 / g->part, g->block_groups);
-    g->sixteens = (g->result_channels + 15) / 16;
+    g->sixteens = divide_up(g->result_channels, 16);
     most_columns = whole && 16 % g->part == 0 && together * g->in % 8 == 0
                        ? together * g->in
                        : columns(std::min(14 / g->part + 2, g->block_groups) * g->in);
   } else {
-    const int each = ((g->part % 8 ? g->part + 7 : g->part) + 15) / 16;
-    const int together = by_columns && each > 1 ? grouped_knobs.sixteens : 1;
+    const int each = divide_up(g->part % 8 ? g->part + 7 : g->part, 16);
+    const int together = by_columns && each > 1 ? 2 : 1;
     if (by_columns) g->columns = together;
-    g->sixteens = g->block_groups * ((each + together - 1) / together);
+    g->sixteens = g->block_groups * (divide_up(each, together));
     most_columns = columns(g->chunk);
   }
-  const int eights = (most_columns + 7) / 8;
-  g->pieces = (eights + 3) / 4, g->eights = (eights + g->pieces - 1) / g->pieces;
+  const int eights = divide_up(most_columns, 8);
+  g->pieces = (eights + 3) / 4, g->eights = divide_up(eights, g->pieces);
   if (by_columns && g->columns == 0) g->columns = 1;
-  const int tap_groups = by_columns ? g->w.phase[0].taps : (g->taps() + kGroupedTaps - 1) / kGroupedTaps;
+  const int tap_groups = by_columns ? g->w.phase[0].taps : divide_up(g->taps(), kGroupedTaps);
   const int tasks = g->sixteens * g->pieces * tap_groups;
-  const int most_warps = g->columns > 1 ? grouped_knobs.dweight_warps : kGroupedDweightWarps;
-  g->splits = (tasks + most_warps - 1) / most_warps, g->warps = (tasks + g->splits - 1) / g->splits;
+  const int most_warps = g->columns > 1 ? kGroupedMostRegisters : kGroupedDweightWarps;
+  g->splits = divide_up(tasks, most_warps), g->warps = divide_up(tasks, g->splits);
   if (by_columns) return divide_dweight_columns(g);
   auto shared = [&](int units, int window) {
     return 2 * (int64_t{window} * g->pixel + g->dweight_tile(units * kGroupedUnit)) + int64_t{window} * 8 + 16;
@@ -358,7 +343,7 @@ inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
     if (shared(units, window) > kConvShared) return -1.0;
     const double steps = units * kGroupedUnit / 16.0 * (8 + kGroupedTaps * (4 + 1.5 * g->eights)) * g->warps;
     const double vectors = (window * g->channels + units * kGroupedUnit * g->result_channels) / 8;
-    return (steps + vectors / 32 * 14 + 100 * g->warps) * grouped_idle(shared(units, window), g->warps);
+    return (steps + vectors / 32 * kGroupedLoad + 100 * g->warps) * grouped_idle(shared(units, window), g->warps);
   });
   if (cost < 0) return false;
   return g->shared = static_cast<int>(shared(g->units, g->window_h * g->window_w)), true;
@@ -368,7 +353,7 @@ inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
 inline bool plan_grouped_pass(Grouped *g, bool dweight) {
   Grouped t = *g;
   auto plan = dweight ? plan_grouped_dweight : plan_grouped;
-  if (grouped_knobs.columns && plan(&t, true)) return *g = t, true;
+  if (plan(&t, true)) return *g = t, true;
   return plan(g, false);
 }
 

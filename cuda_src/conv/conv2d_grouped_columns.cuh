@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(256, 3)
 
 // As grouped_dweight_kernel, for kSixteens times 16 results of a group and the elements of one column of the kernel.
 template <typename T, int kEights, int kSixteens, bool kTma>
-__global__ void __launch_bounds__(32 * (kSixteens > 1 ? kGroupedColumnsDweightWarps : kGroupedDweightWarps), 2)
+__global__ void __launch_bounds__(32 * (kSixteens > 1 ? kGroupedMostRegisters : kGroupedDweightWarps), 2)
     grouped_dweight_columns_kernel(const __grid_constant__ GroupedColumns call, const T *dy, const T *x, float *partial,
                                    int64_t slice, int slice_channels) {
 #if __CUDA_ARCH__ >= 900

@@ -50,21 +50,23 @@ struct Conv2dParams {
   enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise, grouped };
   // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
   // TF32 that kernel has twice as many steps for as many bytes.
-  Kernels y_kernels(const Conv2dShape &s, DType dtype) const {
-    return choose(s, dtype, Depthwise::y, few_forward(s, dtype).rows > 0,
-                  s.out_channels <= 128 && itemsize(dtype) == 2);
+  // *g: how groups of several channels are divided, if the call has such.
+  Kernels y_kernels(const Conv2dShape &s, DType dtype, Grouped *g = nullptr) const {
+    return choose(s, dtype, Depthwise::y, few_forward(s, dtype).rows > 0, s.out_channels <= 128 && itemsize(dtype) == 2,
+                  g);
   }
-  Kernels dx_kernels(const Conv2dShape &s, DType dtype) const {
-    return choose(s, dtype, Depthwise::dx, few_dx(s, dtype).rows > 0, false);
+  Kernels dx_kernels(const Conv2dShape &s, DType dtype, Grouped *g = nullptr) const {
+    return choose(s, dtype, Depthwise::dx, few_dx(s, dtype).rows > 0, false, g);
   }
   // The implicit GEMM is faster where it reads 16-bit tensors as they are, if they are within its limits.
-  Kernels dweight_kernels(const Conv2dShape &s, DType dtype) const {
+  Kernels dweight_kernels(const Conv2dShape &s, DType dtype, Grouped *g = nullptr) const {
     constexpr int64_t kMost = 1 << 28;
     const bool as_they_are = nhwc() && itemsize(dtype) == 2 && s.channels % 8 == 0 && s.out_channels % 8 == 0 &&
                              s.kernel_h <= 32 && s.kernel_w <= 32 &&
                              s.batch * s.height * s.width * s.channels < kMost && s.pixels() * s.out_channels < kMost &&
                              s.out_channels * s.kernel() * s.channels < kMost;
-    return choose(s, dtype, Depthwise::dweight, !as_they_are && few_dweight(s, dtype).rows > 0, s.out_channels <= 128);
+    return choose(s, dtype, Depthwise::dweight, !as_they_are && few_dweight(s, dtype).rows > 0, s.out_channels <= 128,
+                  g);
   }
 
   // Tiles of conv2d_few_channels.cuh's kernels: `rows` x kFewColumns pixels of the result, and the window of x that
@@ -226,14 +228,10 @@ struct Conv2dParams {
     g->h = grouped_axis(s.height, s.out_h, s.kernel_h, stride.value[0], padding.value[0], dilation.value[0]);
     g->w = grouped_axis(s.width, s.out_w, s.kernel_w, stride.value[1], padding.value[1], dilation.value[1]);
     set_grouped(s, g);
-    return plan_grouped_pass(g, true);
+    if (!plan_grouped_pass(g, true)) return false;
+    const int64_t blocks = int64_t{g->blocks()} * g->chunks * g->splits;  // with the slices, a wave of them
+    return g->slices = static_cast<int>(std::clamp<int64_t>(kFullGrid / blocks, 1, g->tiles())), true;
   }
-  // Blocks along dweight's sums: a wave of them, two for each multiprocessor.
-  static int64_t grouped_slices(const Grouped &g) {
-    return std::clamp<int64_t>(grouped_knobs.grid / (int64_t{g.blocks()} * g.chunks * g.splits), 1, g.tiles());
-  }
-  int64_t grouped_channels(const Conv2dShape &s) const { return round_up(s.channels / groups, 4); }
-  int64_t grouped_slice(const Conv2dShape &s) const { return s.out_channels * s.kernel() * grouped_channels(s); }
 
   // Whether a 1 x 1 kernel on NCHW is a product for each image, without packing. In 16 bits the implicit GEMM is
   // faster, even though those tensors must be packed.
@@ -287,7 +285,7 @@ struct Conv2dParams {
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
     int64_t few_dweight = 0, few_dx = 0;         // of few channels: the same in all; the weight
     int64_t depthwise_dweight = 0;               // the same, depthwise
-    int64_t grouped = 0, grouped_dweight = 0;    // of groups: the weight as operands; dweight's sums
+    Grouped grouped_images, grouped_dweight;     // y's pass or dx's, and dweight's
     // float32 in three parts (conv2d_parts.cuh): packed tensors, and dweight's slices. Compute capability 9.0 alone has
     // the kernels, but shape inference, which a trace may run elsewhere, knows the library and not the device.
     bool three = false;
@@ -300,7 +298,7 @@ struct Conv2dParams {
     bool any(Kernels k) const { return of_y == k || of_dx == k || of_dweight == k; }
     int64_t forward() const {
       if (of_y == few_channels || of_y == depthwise || of_y == direct) return 0;
-      if (of_y == Kernels::grouped) return x + y + grouped;
+      if (of_y == Kernels::grouped) return x + y + grouped_images.words();
       return std::max(packed ? weight + y + x : 0, three_weight + three_x) + bias + library;
     }
     // packed x takes the place of packed dx; what kernels of few channels use is free before and after
@@ -308,18 +306,19 @@ struct Conv2dParams {
       return std::max(
                  {weight + (packed ? y + x : 0) + hwcn_x + hwcn_y + std::max(slices, planes_slices) * slice + library,
                   three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx, depthwise_dweight,
-                  x + y + std::max(grouped, grouped_dweight)}) +
+                  x + y + std::max(grouped_images.words(), grouped_dweight.sums())}) +
              dbias;
     }
   };
   Plan forward_plan(const Conv2dShape &s, DType dtype) const {
     Plan p;
-    p.of_y = y_kernels(s, dtype);
+    p.of_y = y_kernels(s, dtype, &p.grouped_images);
     return plan(s, dtype, p);
   }
   Plan backward_plan(const Conv2dShape &s, DType dtype) const {
     Plan p;
-    p.of_dx = dx_kernels(s, dtype), p.of_dweight = dweight_kernels(s, dtype);
+    p.of_dx = dx_kernels(s, dtype, &p.grouped_images);
+    p.of_dweight = dweight_kernels(s, dtype, &p.grouped_dweight);
     if (p.of_dx == few_channels) p.few_dx = few_dx(s, dtype).weights;
     if (p.of_dweight == few_channels) {
       const FewTiles few = few_dweight(s, dtype);
@@ -341,10 +340,11 @@ struct Conv2dParams {
 
  private:
   // few: whether the kernel of few channels takes the call; before_patches: and is faster than a product of patches.
-  Kernels choose(const Conv2dShape &s, DType dtype, Depthwise::Pass pass, bool few, bool before_patches) const {
+  Kernels choose(const Conv2dShape &s, DType dtype, Depthwise::Pass pass, bool few, bool before_patches,
+                 Grouped *g) const {
     Depthwise d;
     if (depthwise_call(s, dtype, pass, &d)) return depthwise;
-    if (grouped_fits(s, dtype) && grouped_takes(s, pass)) return grouped;
+    if (grouped_fits(s, dtype) && grouped_takes(s, pass, g)) return grouped;
     if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
     if (x_is_patches(s, dtype)) return patches;
     if (are_patches(s, dtype)) return few && before_patches ? few_channels : patches;
@@ -373,9 +373,12 @@ struct Conv2dParams {
     return fits &&
            (std::max(in, out) <= kGroupedWide ? (in | out) % 2 == 0 : (in | out) % 8 == 0 && (in | out) < 1 << 12);
   }
-  bool grouped_takes(const Conv2dShape &s, Depthwise::Pass pass) const {
+  bool grouped_takes(const Conv2dShape &s, Depthwise::Pass pass, Grouped *plan) const {
     Grouped g;
-    return pass == Depthwise::dweight ? grouped_dweight_call(s, &g) : grouped_call(s, pass == Depthwise::dx, &g);
+    if (!(pass == Depthwise::dweight ? grouped_dweight_call(s, &g) : grouped_call(s, pass == Depthwise::dx, &g)))
+      return false;
+    if (plan) *plan = g;
+    return true;
   }
   // Sets what all passes have alike.
   void set_grouped(const Conv2dShape &s, Grouped *g) const {
@@ -410,10 +413,6 @@ struct Conv2dParams {
       p.packed_x = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
       p.x = p.packed_x ? words(s.batch * s.height * s.width * p.channels, size) : 0;
       p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
-      Grouped g;
-      if ((p.of_y == grouped || p.of_dx == grouped) && grouped_call(s, p.of_dx == grouped, &g)) p.grouped = g.words();
-      if (p.of_dweight == grouped && grouped_dweight_call(s, &(g = {})))
-        p.grouped_dweight = grouped_slices(g) * grouped_slice(s);
       return p;
     }
     if (!p.any(implicit_gemm) && !products) return p;
@@ -490,7 +489,6 @@ struct Conv2dParams {
     return axis;
   }
 
-  static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
   static int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
   template <class F>
   static int64_t largest(DType dtype, F f) {

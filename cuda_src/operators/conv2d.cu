@@ -486,7 +486,7 @@ class ImplicitGemmCall {
   }
 
   const Conv2dCall call_;
-  const Conv2dParams::Plan plan_;
+  const Conv2dParams::Plan &plan_;
   LaunchSequence launch_;
   float *next_;  // unused workspace
   bool supported_;
@@ -619,7 +619,7 @@ class PatchesCall {
 
   const char *op_;
   const Conv2dCall call_;
-  const Conv2dParams::Plan plan_;
+  const Conv2dParams::Plan &plan_;
   LaunchSequence launch_;
   const cudaStream_t stream_;
   bool supported_;
@@ -660,7 +660,7 @@ class GroupedImages {
  public:
   GroupedImages(const char *op, const Conv2dParams &params, const Conv2dShape &s, const Conv2dParams::Plan &plan,
                 const Tensor &workspace, cudaStream_t stream)
-      : params_(params), call_(params, s), plan_(plan), launch_(op, stream), next_(workspace.as<float>()) {
+      : call_(params, s), plan_(plan), launch_(op, stream), next_(workspace.as<float>()) {
     supported_ = plan.any(params.grouped) && workspace && aligned(workspace.data);
   }
 
@@ -672,7 +672,7 @@ class GroupedImages {
   Status y(const T *x, const T *weight, const T *bias, T *y) {
     T *x_at = take(plan_.x), *y_at = plan_.packed_y ? take(plan_.y) : y;
     AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at, plan_.channels));
-    AOT_TRY(grouped_forward(launch_, params_, call_, false, x, weight, bias, next_, y_at));
+    AOT_TRY(grouped_forward(launch_, plan_.grouped_images, call_, false, x, weight, bias, next_, y_at));
     return plan_.packed_y ? unpack(call_.nhwc, y_at, plan_.out_channels, y_planes(), y, launch_) : kOk;
   }
 
@@ -681,20 +681,18 @@ class GroupedImages {
     T *x_at = take(plan_.x), *dy_at = take(plan_.y);
     AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(), dy_at, plan_.out_channels));
     if (dweight) {
-      const Conv2dShape &s = call_.s;
+      const Grouped &g = plan_.grouped_dweight;
       AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at, plan_.channels));
-      AOT_TRY(grouped_dweight(launch_, params_, call_, dy, x, next_));
-      Grouped g;
-      params_.grouped_dweight_call(s, &g);
+      AOT_TRY(grouped_dweight(launch_, g, dy, x, next_));
       Conv2dCall of_group = call_;
-      of_group.s.channels = s.channels / call_.groups;
-      AOT_TRY(sum_dweight(of_group, next_, static_cast<int>(params_.grouped_slices(g)), params_.grouped_slice(s),
-                          params_.grouped_channels(s), dweight, launch_));
+      of_group.s.channels = g.in;
+      AOT_TRY(sum_dweight(of_group, next_, g.slices, g.slice(), g.slice_channels(), dweight, launch_));
     }
     if (!dx) return kOk;
     launch_.wait_for_all();  // the weight's operands take the place of dweight's sums, and dx that of x
     T *dx_at = plan_.packed_x ? x_at : dx;
-    AOT_TRY(grouped_forward(launch_, params_, call_, true, dy, weight, static_cast<const T *>(nullptr), next_, dx_at));
+    AOT_TRY(grouped_forward(launch_, plan_.grouped_images, call_, true, dy, weight, static_cast<const T *>(nullptr),
+                            next_, dx_at));
     return plan_.packed_x ? unpack(call_.nhwc, dx_at, plan_.channels, x_planes(), dx, launch_) : kOk;
   }
 
@@ -708,9 +706,8 @@ class GroupedImages {
     return *tensor = to, kOk;
   }
 
-  const Conv2dParams &params_;
   const Conv2dCall call_;
-  const Conv2dParams::Plan plan_;
+  const Conv2dParams::Plan &plan_;
   LaunchSequence launch_;
   float *next_;
   bool supported_;

@@ -68,13 +68,33 @@ bool meets(const Shapes &c, const GroupedAxis &a, int axis, bool dx) {
   return true;
 }
 
-bool divides(const Grouped &g) {
-  return (g.tiles_h - 1) * g.rows < g.h.count && g.h.count <= g.tiles_h * g.rows &&
-         (g.tiles_w - 1) * g.cols < g.w.count && g.w.count <= g.tiles_w * g.cols &&
-         g.rows * g.cols <= g.units * kGroupedUnit && g.window_h == g.h.window(g.rows) &&
-         g.window_w == g.w.window(g.cols) && g.shared <= kConvShared && g.pixel % 32 == 16 &&
-         g.result_pixel % 32 == 16 && g.eights <= 4 && g.blocks() * g.chunks < 1 << 16 && g.chunks * g.chunk >= g.in &&
-         g.parts * g.part >= g.out;
+// Whether tiles have the positions that a block's warps take, and windows what these meet.
+bool tiles(const Grouped &g, bool dweight) {
+  constexpr int kMostBox = 256;  // pixels along an axis that TMA takes
+  int rows = g.rows, cols = g.cols;
+  if (g.columns) {
+    if (!dweight) rows = g.units / g.columns * 4, cols = g.columns * 8;
+    if (g.units % g.columns || std::max({g.window_h, g.window_w, g.rows, g.cols}) > kMostBox) return false;
+  } else if (rows * cols > g.units * kGroupedUnit) {
+    return false;
+  }
+  return g.rows <= rows && g.cols <= cols && g.window_h == g.h.window(rows) && g.window_w == g.w.window(cols);
+}
+
+bool divides(const Grouped &g, bool dweight) {
+  return tiles(g, dweight) && (g.tiles_h - 1) * g.rows < g.h.count && g.h.count <= g.tiles_h * g.rows &&
+         (g.tiles_w - 1) * g.cols < g.w.count && g.w.count <= g.tiles_w * g.cols && g.shared <= kConvShared &&
+         g.pixel % 32 == 16 && g.result_pixel % 32 == 16 && g.eights <= 4 && g.blocks() * g.chunks < 1 << 16 &&
+         g.chunks * g.chunk >= g.in && g.parts * g.part >= g.out;
+}
+
+// Whether dweight's warps have all products: the elements of a column of the kernel, or three, and 16s of results.
+bool shares(const Grouped &g) {
+  const int sixteens = std::max(g.columns, 1) * 16,
+            warps = g.columns > 1 ? kGroupedMostRegisters : kGroupedDweightWarps;
+  const int elements = g.columns ? g.w.phase[0].taps : (g.taps() + kGroupedTaps - 1) / kGroupedTaps;
+  const int results = g.part < 16 ? g.result_channels : (g.part % 8 ? g.part + 7 : g.part) * g.block_groups;
+  return g.warps <= warps && g.splits * g.warps >= g.sixteens * g.pieces * elements && g.sixteens * sixteens >= results;
 }
 
 // Whether blocks of several groups begin at vectors of channels and of results, and all of theirs are loaded and kept.
@@ -97,7 +117,7 @@ int check(const Shapes &c, long *planned) {
     if (!params.grouped_call(c.s, dx, &g)) continue;
     ++*planned, words = g.words();
     if (!meets(c, g.h, 0, dx) || !meets(c, g.w, 1, dx)) return failed("elements of the kernel", c);
-    if (!divides(g) || g.warps > kGroupedWarps || g.warps % g.units) return failed("tiles", c);
+    if (!divides(g, false) || g.warps > kGroupedWarps || g.warps % g.units) return failed("tiles", c);
     if (!begins(g, false) || g.pieces * g.eights * 8 < g.part) return failed("blocks", c);
     if (!dx && params.y_kernels(c.s, DType::float16) == Conv2dParams::grouped &&
         params.forward_plan(c.s, DType::float16).forward() < words)
@@ -105,9 +125,10 @@ int check(const Shapes &c, long *planned) {
   }
   Grouped g;
   if (params.grouped_dweight_call(c.s, &g)) {
-    ++*planned, dweight_words = params.grouped_slices(g) * params.grouped_slice(c.s);
-    if (!divides(g) || g.warps > kGroupedDweightWarps || !begins(g, true)) return failed("dweight", c);
-    if (g.splits * g.warps * kGroupedTaps < g.sixteens * g.pieces * g.taps()) return failed("dweight's tasks", c);
+    ++*planned, dweight_words = g.sums();
+    if (!divides(g, true) || !begins(g, true)) return failed("dweight", c);
+    if (!shares(g)) return failed("dweight's tasks", c);
+    if (g.slice() < c.s.out_channels * c.s.kernel() * g.in || g.slices > g.tiles()) return failed("dweight's sums", c);
   }
   const auto plan = params.backward_plan(c.s, DType::bfloat16);
   const int64_t of_dx = plan.of_dx == Conv2dParams::grouped ? words : 0;
