@@ -27,6 +27,7 @@ constexpr DType grouped_dtype(__nv_bfloat16) { return DType::bfloat16; }
 template <typename T>
 bool map_grouped(CUtensorMap *map, const T *data, const Grouped &g, bool of_groups, int h, int w, int pitch, int pixel,
                  int high, int wide) {
+  if (!TensorMaps::get().tiled) return false;
   const auto channels = uint64_t(of_groups ? g.in : pitch), groups = uint64_t(of_groups ? g.groups : 1);
   const int64_t line = int64_t{w} * pitch;
   return map_tiled<5>(map, grouped_dtype(T()), data, {channels, groups, uint64_t(w), uint64_t(h), uint64_t(g.batch)},
@@ -34,19 +35,8 @@ bool map_grouped(CUtensorMap *map, const T *data, const Grouped &g, bool of_grou
                       {uint32_t(pixel / 2), 1, uint32_t(wide), uint32_t(high), 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-bool grouped_tma(const Grouped &g, const DeviceLimits &limits) {
-  constexpr int kMostBox = 512;  // bytes of a pixel; both sides of a window are within 256
-  return limits.major == 9 && TensorMaps::get().tiled && std::max(g.pixel, g.result_pixel) <= kMostBox;
-}
-
-// f(whether TMA loads, the 8s of columns of a warp, as integral constants).
-template <class F>
-Status with_columns(bool tma, int eights, F f) {
-  return with_eights(eights, [&](auto n) { return tma ? f(std::true_type(), n) : f(std::false_type(), n); });
-}
-
 Status no_map(const LaunchSequence &launch) {
-  return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
+  return fail(kDeviceError, "%s: the driver makes no tensor map", launch.op());
 }
 
 }  // namespace
@@ -67,13 +57,12 @@ Status grouped_forward(LaunchSequence &launch, const Grouped &g, const Conv2dCal
   };
   if (g.columns) {
     GroupedColumns call = {GroupedCall(g), {}, {}};
-    const bool tma = grouped_tma(g, limits);
-    if (tma && !map_grouped(&call.source, source, g, g.chunks > 1, g.h.source, g.w.source, g.source_pitch, g.pixel,
-                            g.window_h, g.window_w))
+    if (limits.major >= 9 && !map_grouped(&call.source, source, g, g.chunks > 1, g.h.source, g.w.source, g.source_pitch,
+                                          g.pixel, g.window_h, g.window_w))
       return no_map(launch);
-    return with_columns(tma, g.eights, [&](auto by_tma, auto eights) {
-      return g.in % 8 ? run(grouped_columns_kernel<T, eights.value, 4, by_tma.value>, call)
-                      : run(grouped_columns_kernel<T, eights.value, 8, by_tma.value>, call);
+    return with_eights(g.eights, [&](auto eights) {
+      return g.in % 8 ? run(grouped_columns_kernel<T, eights.value, 4>, call)
+                      : run(grouped_columns_kernel<T, eights.value, 8>, call);
     });
   }
   return with_eights(g.eights, [&](auto eights) {
@@ -92,15 +81,14 @@ Status grouped_dweight(LaunchSequence &launch, const Grouped &g, const T *dy, co
     DeviceLimits limits;
     AOT_TRY(device_limits(launch.op(), &limits));
     GroupedColumns call = {GroupedCall(g), {}, {}};
-    const bool tma = grouped_tma(g, limits);
     const auto &h = g.h, &w = g.w;
-    if (tma &&
+    if (limits.major >= 9 &&
         !(map_grouped(&call.source, x, g, false, h.source, w.source, g.source_pitch, g.pixel, g.window_h, g.window_w) &&
           map_grouped(&call.dy, dy, g, false, h.result, w.result, g.result_pitch, g.result_pixel, g.rows, g.cols)))
       return no_map(launch);
-    return with_columns(tma, g.eights, [&](auto by_tma, auto eights) {
-      return g.columns > 1 ? run(grouped_dweight_columns_kernel<T, eights.value, 2, by_tma.value>, call)
-                           : run(grouped_dweight_columns_kernel<T, eights.value, 1, by_tma.value>, call);
+    return with_eights(g.eights, [&](auto eights) {
+      return g.columns > 1 ? run(grouped_dweight_columns_kernel<T, eights.value, 2>, call)
+                           : run(grouped_dweight_columns_kernel<T, eights.value, 1>, call);
     });
   }
   return with_eights(g.eights,

@@ -16,6 +16,7 @@ constexpr int kGroupedTaps = 3;    // kernel elements of a warp in dweight
 constexpr int kGroupedUnit = 32;   // positions of a warp in y and dx, and of which dweight's tiles have a multiple
 constexpr int kGroupedWarps = 8, kGroupedDweightWarps = 12;  // of a block, at most
 constexpr int64_t kConvShared = 99 << 10;                    // every device has these since 8.0
+constexpr int kMostBox = 256, kMostBoxPixel = 512;           // of TMA: pixels along an axis, and bytes of one
 constexpr int kGroupedLoad = 14, kGroupedBoxLoad = 3;  // instructions of a warp for 32 vectors by cp.async, by TMA
 constexpr int kGroupedMostRegisters = 8;               // warps of a block, at most, of two sixteens in dweight
 
@@ -158,8 +159,8 @@ double grouped_tiles(Grouped *g, int most, Cost cost) {
 // Likewise for tiles of units of 4 x 8 positions, which begin at equal distances: some of their positions are dropped.
 template <class Cost>
 double grouped_column_tiles(Grouped *g, int most, Cost cost) {
-  constexpr int kMostBox = 256;  // of TMA
   double least = -1;
+  if (g->pixel > kMostBoxPixel) return least;
   for (int high = 1; high <= most; ++high)
     for (int wide = 1; high * wide <= most; ++wide) {
       const int down = divide_up(g->h.count, 4 * high), across = divide_up(g->w.count, 8 * wide);
@@ -267,7 +268,8 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
 
 // Divides dweight's images into tiles whose strips of 8 columns the kernel goes down, two rows at a time.
 inline bool divide_dweight_columns(Grouped *g) {
-  constexpr int kMostBox = 256, kLeastColumns = 7, kMostColumns = 64;
+  constexpr int kLeastColumns = 7, kMostColumns = 64;
+  if (std::max(g->pixel, g->result_pixel) > kMostBoxPixel) return false;
   const int64_t line = int64_t{g->w.source} * g->source_pitch;
   double least = -1;
   for (int across = divide_up(g->w.count, kMostColumns);; ++across) {

@@ -70,11 +70,12 @@ bool meets(const Shapes &c, const GroupedAxis &a, int axis, bool dx) {
 
 // Whether tiles have the positions that a block's warps take, and windows what these meet.
 bool tiles(const Grouped &g, bool dweight) {
-  constexpr int kMostBox = 256;  // pixels along an axis that TMA takes
   int rows = g.rows, cols = g.cols;
   if (g.columns) {
     if (!dweight) rows = g.units / g.columns * 4, cols = g.columns * 8;
-    if (g.units % g.columns || std::max({g.window_h, g.window_w, g.rows, g.cols}) > kMostBox) return false;
+    if (g.units % g.columns || std::max({g.window_h, g.window_w, g.rows, g.cols}) > kMostBox ||
+        g.pixel > kMostBoxPixel || (dweight && g.result_pixel > kMostBoxPixel))
+      return false;
   } else if (rows * cols > g.units * kGroupedUnit) {
     return false;
   }
