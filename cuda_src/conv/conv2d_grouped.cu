@@ -4,13 +4,18 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// f(the 8s of columns of a warp, as an integral constant).
-template <class F>
-Status with_eights(int eights, F f) {
-  return eights == 1   ? f(std::integral_constant<int, 1>())
-         : eights == 2 ? f(std::integral_constant<int, 2>())
-         : eights == 3 ? f(std::integral_constant<int, 3>())
-                       : f(std::integral_constant<int, 4>());
+// f(the 8s of columns of a warp, and whether float32 is three products, as integral constants).
+template <typename T, class F>
+Status with_eights(const Grouped &g, F f) {
+  auto with = [&](auto three) {
+    if (g.eights == 1) return f(std::integral_constant<int, 1>(), three);
+    if (g.eights == 2) return f(std::integral_constant<int, 2>(), three);
+    if constexpr (three.value) return fail(kConventionMisused, "conv2d: %d eights of three products", g.eights);
+    else return g.eights == 3 ? f(std::integral_constant<int, 3>(), three) : f(std::integral_constant<int, 4>(), three);
+  };
+  if constexpr (sizeof(T) == 4)
+    if (g.three) return with(std::true_type());
+  return with(std::false_type());
 }
 
 // Blocks along the tiles, which have as many each: no more than the device holds at once.
@@ -55,19 +60,20 @@ Status grouped_forward(LaunchSequence &launch, const Grouped &g, const Conv2dCal
   auto run = [&](auto *kernel, const auto &call) {
     return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, source, to, bias, result);
   };
-  if (g.columns) {
-    GroupedColumns call = {GroupedCall(g), {}, {}};
-    if (limits.major >= 9 && !map_grouped(&call.source, source, g, g.chunks > 1, g.h.source, g.w.source, g.source_pitch,
-                                          g.pixel, g.window_h, g.window_w))
-      return no_map(launch);
-    return with_eights(g.eights, [&](auto eights) {
-      return g.in % 8 ? run(grouped_columns_kernel<T, eights.value, 4>, call)
-                      : run(grouped_columns_kernel<T, eights.value, 8>, call);
-    });
-  }
-  return with_eights(g.eights, [&](auto eights) {
-    return g.in % 8 ? run(grouped_kernel<T, eights.value, false>, GroupedCall(g))
-                    : run(grouped_kernel<T, eights.value, true>, GroupedCall(g));
+  if constexpr (sizeof(T) == 2)
+    if (g.columns) {
+      GroupedColumns call = {GroupedCall(g), {}, {}};
+      if (limits.major >= 9 && !map_grouped(&call.source, source, g, g.chunks > 1, g.h.source, g.w.source,
+                                            g.source_pitch, g.pixel, g.window_h, g.window_w))
+        return no_map(launch);
+      return with_eights<T>(g, [&](auto eights, auto) {
+        return g.in % 8 ? run(grouped_columns_kernel<T, eights.value, 4>, call)
+                        : run(grouped_columns_kernel<T, eights.value, 8>, call);
+      });
+    }
+  return with_eights<T>(g, [&](auto eights, auto three) {
+    return g.in % kVectorSize<T> ? run(grouped_kernel<T, eights.value, false, three.value>, GroupedCall(g))
+                                 : run(grouped_kernel<T, eights.value, true, three.value>, GroupedCall(g));
   });
 }
 
@@ -77,22 +83,25 @@ Status grouped_dweight(LaunchSequence &launch, const Grouped &g, const T *dy, co
   auto run = [&](auto *kernel, const auto &call) {
     return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, dy, x, partial, g.slice(), g.slice_channels());
   };
-  if (g.columns) {
-    DeviceLimits limits;
-    AOT_TRY(device_limits(launch.op(), &limits));
-    GroupedColumns call = {GroupedCall(g), {}, {}};
-    const auto &h = g.h, &w = g.w;
-    if (limits.major >= 9 &&
-        !(map_grouped(&call.source, x, g, false, h.source, w.source, g.source_pitch, g.pixel, g.window_h, g.window_w) &&
-          map_grouped(&call.dy, dy, g, false, h.result, w.result, g.result_pitch, g.result_pixel, g.rows, g.cols)))
-      return no_map(launch);
-    return with_eights(g.eights, [&](auto eights) {
-      return g.columns > 1 ? run(grouped_dweight_columns_kernel<T, eights.value, 2>, call)
-                           : run(grouped_dweight_columns_kernel<T, eights.value, 1>, call);
-    });
-  }
-  return with_eights(g.eights,
-                     [&](auto eights) { return run(grouped_dweight_kernel<T, eights.value>, GroupedCall(g)); });
+  if constexpr (sizeof(T) == 2)
+    if (g.columns) {
+      DeviceLimits limits;
+      AOT_TRY(device_limits(launch.op(), &limits));
+      GroupedColumns call = {GroupedCall(g), {}, {}};
+      const auto &h = g.h, &w = g.w;
+      if (limits.major >= 9 &&
+          !(map_grouped(&call.source, x, g, false, h.source, w.source, g.source_pitch, g.pixel, g.window_h,
+                        g.window_w) &&
+            map_grouped(&call.dy, dy, g, false, h.result, w.result, g.result_pitch, g.result_pixel, g.rows, g.cols)))
+        return no_map(launch);
+      return with_eights<T>(g, [&](auto eights, auto) {
+        return g.columns > 1 ? run(grouped_dweight_columns_kernel<T, eights.value, 2>, call)
+                             : run(grouped_dweight_columns_kernel<T, eights.value, 1>, call);
+      });
+    }
+  return with_eights<T>(g, [&](auto eights, auto three) {
+    return run(grouped_dweight_kernel<T, eights.value, three.value>, GroupedCall(g));
+  });
 }
 
 #define AOT_GROUPED(T)                                                                                       \
@@ -101,6 +110,7 @@ Status grouped_dweight(LaunchSequence &launch, const Grouped &g, const T *dy, co
   template Status grouped_dweight<T>(LaunchSequence &, const Grouped &, const T *, const T *, float *);
 AOT_GROUPED(__half)
 AOT_GROUPED(__nv_bfloat16)
+AOT_GROUPED(float)
 
 }  // namespace AOT_ISA
 }  // namespace aot

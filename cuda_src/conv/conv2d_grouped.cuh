@@ -1,5 +1,5 @@
-// conv2d with groups of several channels in 16 bits, by mma.sync on NHWC: y, dx and dweight of any kernel, padding and
-// dilation. conv2d_grouped.h divides the work.
+// conv2d with groups of several channels, by mma.sync on NHWC: y, dx and dweight of any kernel, padding and dilation,
+// in 16 bits, TF32, and float32 as three products of TF32 (two_tf32.cuh). conv2d_grouped.h divides the work.
 //
 //   y, dx      rows of a product      16 positions of a tile
 //              columns                8 results of a group
@@ -25,6 +25,7 @@
 #include "cuda/mma.cuh"
 #include "cuda/overlap.cuh"
 #include "cuda/packet.cuh"
+#include "cuda/two_tf32.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -35,7 +36,7 @@ struct GroupedCall {
   Divisor by_vectors, by_result_vectors, by_cols;
 
   explicit GroupedCall(const Grouped &g)
-      : g(g), by_vectors(g.channels / 8), by_result_vectors(g.result_channels / 8), by_cols(g.cols) {}
+      : g(g), by_vectors(g.channels / g.vector), by_result_vectors(g.result_channels / g.vector), by_cols(g.cols) {}
 };
 
 // A tile: an image, and the first of its positions.
@@ -70,13 +71,15 @@ __device__ inline void write_pixels(const GroupedCall &c, int2 *pixels) {
   }
 }
 
-// Copies the window of a tile, `channels` channels from a multiple of 8 on, those before `end`, to shared memory, with
-// zeros outside of the image.
+// Copies the window of a tile, `channels` channels from a multiple of a vector on, those before `end`, to shared
+// memory, with zeros outside of the image.
 template <typename T>
 __device__ inline void load_window(const GroupedCall &c, const GroupedTile &tile, const T *source, const int2 *pixels,
                                    int channel, int end, uint32_t to) {
   const Grouped &g = c.g;
-  const int vectors = g.channels / 8, n = g.window_h * g.window_w * vectors, left = (end - channel + 7) / 8;
+  constexpr int kVector = kVectorSize<T>;
+  const int vectors = g.channels / kVector, n = g.window_h * g.window_w * vectors;
+  const int left = (end - channel + kVector - 1) / kVector;
   const int h0 = tile.row * g.h.step + g.h.lowest, w0 = tile.column * g.w.step + g.w.lowest;
   const int64_t first = (int64_t{tile.image} * g.h.source + h0) * g.w.source + w0;
   const T *const from = source + first * g.source_pitch + channel;
@@ -85,15 +88,29 @@ __device__ inline void load_window(const GroupedCall &c, const GroupedTile &tile
     const int2 at = pixels[pixel];
     const bool there = static_cast<unsigned>(h0 + (at.y >> 16)) < static_cast<unsigned>(g.h.source) &&
                        static_cast<unsigned>(w0 + (at.y & 0xffff)) < static_cast<unsigned>(g.w.source) && v < left;
-    copy_async(to + pixel * g.pixel + v * 16, there ? from + at.x + v * 8 : source, there);
+    copy_async(to + pixel * g.pixel + v * 16, there ? from + at.x + v * kVector : source, there);
   }
 }
 
 // ------------------------------------------------------------------------------------------------- weight as operands
 
+// The bits of an element as products take them: float32 is rounded to TF32, unless three products take it.
+__device__ inline uint32_t product_word(float x, bool three) {
+  uint32_t bits = __float_as_uint(x);
+#if __CUDA_ARCH__ >= 800
+  if (!three) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#endif
+  return bits;
+}
+template <typename T>
+__device__ inline uint32_t product_bits(const T *from, bool three) {
+  if constexpr (sizeof(T) == 4) return product_word(*from, three);
+  else return *reinterpret_cast<const uint16_t *>(from);
+}
+
 // The weight as operands: (groups, parts, chunks, steps of all phases, pieces, eights, lanes), 8 bytes each. A thread
-// writes one. Results and channels of a group are weight.image and weight.channel apart in y, and in dx the other way
-// around.
+// writes one, of two words. Results and channels of a group are weight.image and weight.channel apart in y, and in dx
+// the other way around.
 template <typename T>
 __global__ void __launch_bounds__(256)
     grouped_weight_kernel(const __grid_constant__ Grouped g, Strides weight, int kernel_w, bool dx, const T *from,
@@ -113,25 +130,26 @@ __global__ void __launch_bounds__(256)
   uint32_t words[2];
 #pragma unroll
   for (int word = 0; word < 2; ++word) {
-    int k = step * 16 + word * 8 + lane % 4 * 2, tap = k / g.chunk, of_chunk = k % g.chunk, taps = h.taps * w.taps;
-    if (g.columns) {  // three rows of the kernel for each 16 terms of one
-      const int row = step % 3, of_row = g.chunk % 8 ? lane % 4 * 4 + word * 2 : word * 8 + lane % 4 * 2;
-      k = step / 3 * 16 + of_row, taps = 3 * w.taps;
+    constexpr int kWord = kVectorSize<T> / 4, kStep = 8 * kWord;  // elements
+    int k = step * kStep + (word * 4 + lane % 4) * kWord, tap = k / g.chunk, of_chunk = k % g.chunk;
+    int taps = h.taps * w.taps;
+    if (g.columns) {  // three rows of the kernel for each step's terms of one
+      const int row = step % 3, of_row = g.chunk % 8 ? lane % 4 * 2 + word : word * 4 + lane % 4;
+      k = step / 3 * kStep + of_row * kWord, taps = 3 * w.taps;
       tap = k / g.chunk < w.taps ? (g.h.unit < 0 ? 2 - row : row) * w.taps + k / g.chunk : taps;
       of_chunk = k % g.chunk;
     }
     const int channel = chunk * g.chunk + of_chunk;
     const bool there = of_part < g.part && result < g.out && tap < taps && channel < g.in;
     const int r = h.kernel_first + tap / w.taps * g.h.kernel_step, s = w.kernel_first + tap % w.taps * g.w.kernel_step;
-    uint16_t bits[2];
+    words[word] = 0;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
+    for (int e = 0; e < kWord; ++e) {
       const int64_t image = dx ? int64_t{group} * g.in + channel + e : int64_t{group} * g.out + result;
       const int64_t at = image * weight.image + (dx ? result : channel + e) * weight.channel +
                          (int64_t{r} * kernel_w + s) * weight.tap;
-      bits[e] = there ? reinterpret_cast<const uint16_t *>(from)[at] : 0;
+      if (there) words[word] |= product_bits(from + at, g.three) << 16 * e;
     }
-    words[word] = bits[0] | uint32_t{bits[1]} << 16;
   }
   to[index] = {words[0], words[1]};
   wait_for_kernel_before();
@@ -139,11 +157,10 @@ __global__ void __launch_bounds__(256)
 
 // --------------------------------------------------------------------------------------------------------------- y, dx
 
-// The bits of two neighbours.
+// Writes two neighbours.
 template <typename T>
-__device__ inline uint32_t pair_bits(float a, float b) {
-  const Packet<T, 2> pair = {narrow<T>(a), narrow<T>(b)};
-  return reinterpret_cast<const uint32_t &>(pair);
+__device__ inline void store_pair(char *to, float a, float b) {
+  *reinterpret_cast<Packet<T, 2> *>(to) = {narrow<T>(a), narrow<T>(b)};
 }
 
 __device__ inline uint32_t load_word(uint32_t shared) {
@@ -152,30 +169,73 @@ __device__ inline uint32_t load_word(uint32_t shared) {
   return word;
 }
 
-// Where terms of a group are in the window, from a position on: pairs of them, or with kWhole 8s, whose channels are
-// neighbours. -1: there are none.
-template <bool kWhole>
+// A sum of products.
+template <bool kThree>
+struct GroupedSum {
+  float of[4];
+
+  // An operand of 16 rows, and 8 columns. The last argument is of the elements' type.
+  template <typename T>
+  __device__ void add(const uint32_t (&a)[1][4], const uint32_t (&b)[1][2], T type) {
+    multiply_add(of, a[0], b[0][0], b[0][1], type);
+  }
+  __device__ float value(int e) const { return of[e]; }
+};
+// Three products of TF32, of operands in two parts. Tensor cores truncate what they add to: the product of the larger
+// parts is added to 0, and ordinary additions gather these. The others are summed apart, and left out where the sum is
+// not finite: an infinity has no smaller part.
+template <>
+struct GroupedSum<true> {
+  float of[4], small[4] = {};
+
+  __device__ void add(const uint32_t (&a)[2][4], const uint32_t (&b)[2][2], float type) {
+    float products[4] = {};
+    multiply_add(products, a[0], b[0][0], b[0][1], type);
+    multiply_add(small, a[1], b[0][0], b[0][1], type), multiply_add(small, a[0], b[1][0], b[1][1], type);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) of[e] += products[e];
+  }
+  __device__ float value(int e) const { return of[e] + (isfinite(of[e]) ? small[e] : 0); }
+};
+
+// Words of an operand as products take them: 16 bits as they are, TF32 rounded, or float32 in two parts.
+template <typename T, bool kThree, int n>
+__device__ inline void to_parts(uint32_t (&parts)[kThree ? 2 : 1][n]) {
+  if constexpr (sizeof(T) < 4) return;
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    if constexpr (kThree) split(__uint_as_float(parts[0][i]), parts[0][i], parts[1][i]);
+    else parts[0][i] = product_word(__uint_as_float(parts[0][i]), false);
+  }
+}
+
+// Where terms of a group are in the window, from a position on: words of them, or with kWhole vectors, whose channels
+// are neighbours. -1: there are none.
+template <typename T, bool kWhole>
 __device__ inline void write_offsets(const GroupedCall &c, int *offsets) {
-  constexpr int kTerms = kWhole ? 8 : 2;
+  constexpr int kTerms = kVectorSize<T> / (kWhole ? 1 : 4), kStep = 2 * kVectorSize<T>;
   const Grouped &g = c.g;
-  for (int i = threadIdx.x; i < g.steps() * 16 / kTerms; i += blockDim.x) {
+  for (int i = threadIdx.x; i < g.steps() * kStep / kTerms; i += blockDim.x) {
     int k = i * kTerms, phase = 0;
-    while (k >= g.first_step[phase + 1] * 16) ++phase;
-    k -= g.first_step[phase] * 16;
+    while (k >= g.first_step[phase + 1] * kStep) ++phase;
+    k -= g.first_step[phase] * kStep;
     const GroupedPhase &h = g.h.phase[phase / g.w.phases], &w = g.w.phase[phase % g.w.phases];
     const int tap = k / g.chunk, t = w.taps ? tap / w.taps : 0, u = tap - t * w.taps;
     const int row = t * g.h.unit + h.first - g.h.lowest, column = u * g.w.unit + w.first - g.w.lowest;
-    offsets[i] = tap < h.taps * w.taps ? (row * g.window_w + column) * g.pixel + (k - tap * g.chunk) * 2 : -1;
+    offsets[i] = tap < h.taps * w.taps
+                     ? (row * g.window_w + column) * g.pixel + (k - tap * g.chunk) * static_cast<int>(sizeof(T))
+                     : -1;
   }
 }
 
 // A warp has a unit of positions, and groups of the block, one after another. Results go through shared memory, so that
 // whole sectors are written: 16 bytes at a time took three times as long on an H200.
-template <typename T, int kEights, bool kWhole>
+template <typename T, int kEights, bool kWhole, bool kThree = false>
 __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
     grouped_kernel(const __grid_constant__ GroupedCall c, const T *source, const uint2 *weight, const T *bias,
                    T *result) {
-  constexpr int kUnit = kGroupedUnit, kSixteens = kUnit / 16, kBuffers = kEights <= 2 ? 2 : 1;
+  constexpr int kUnit = kGroupedUnit, kSixteens = kUnit / 16, kBuffers = kEights <= 2 && !kThree ? 2 : 1;
+  constexpr int kParts = kThree ? 2 : 1, kVector = kVectorSize<T>, kSize = sizeof(T);
   extern __shared__ __align__(16) char memory[];
   const Grouped &g = c.g;
   const GroupedBlock block(g, blockIdx.y);
@@ -186,7 +246,7 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
   int2 *const pixels = spots + g.units * kUnit;
   int *const zeros = reinterpret_cast<int *>(pixels + (g.window_h * g.window_w + 1) / 2 * 2);
   int *const offsets = zeros + 4;
-  write_offsets<kWhole>(c, offsets);
+  write_offsets<T, kWhole>(c, offsets);
   write_pixels(c, pixels);
   if (threadIdx.x < 4) zeros[threadIdx.x] = 0;
   // positions: where their pixel is in the result, from the tile's first on, and their row and column in the tile
@@ -210,7 +270,7 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
   wait_for_kernel_before();
   auto load = [&](unsigned tile, int chunk, int stage) {
     const int channel = block.first_channel(g, chunk), end = g.chunks > 1 ? (block.group + 1) * g.in : g.source_pitch;
-    load_window(c, GroupedTile(g, tile), source, pixels, channel / 8 * 8, end,
+    load_window(c, GroupedTile(g, tile), source, pixels, channel / kVector * kVector, end,
                 shared_address(memory) + stage * windows);
     if (g.chunks == 1 && tile != blockIdx.x) return;
     const int64_t first = (int64_t{block.group} * g.parts + block.part) * g.part_words() + chunk * g.chunk_words();
@@ -220,7 +280,7 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
     for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) copy_async(to + i, from + i, true);
   };
 
-  float sums[kSixteens][kEights][4];
+  GroupedSum<kThree> sums[kSixteens][kEights];
   load(blockIdx.x, 0, 0);
   commit_copies();
   int chunk = 0, stage = 0;
@@ -232,31 +292,31 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
     wait_copies<1>();
     __syncthreads();
     const GroupedTile tile(g, index);
-    const uint32_t window = shared_address(memory) + stage * windows + block.first_channel(g, chunk) % 8 * 2;
+    const uint32_t window = shared_address(memory) + stage * windows + block.first_channel(g, chunk) % kVector * kSize;
     const char *const operands = weights + (g.chunks > 1 ? stage * chunk_bytes : 0);
 
     // sums of a group's 8s of results from `piece` on
     auto add = [&](int group, int phase, int piece) {
-      const uint32_t of_group = window + group * g.in * 2;
+      const uint32_t of_group = window + group * g.in * kSize;
       const int first_step = g.first_step[phase], steps = g.first_step[phase + 1] - first_step;
       const uint2 *b_at = reinterpret_cast<const uint2 *>(operands + group * g.chunk_words() * 4) +
                           (first_step * g.pieces + piece) * kEights * 32 + lane;
       const int *at = offsets + (kWhole ? first_step * 2 + lane / 16 : first_step * 8 + lane % 4);
       // a step's operands are loaded while the step before is multiplied, if registers hold both
-      uint32_t a[kBuffers][kSixteens][4];
+      uint32_t a[kBuffers][kSixteens][kParts][4];
       uint2 b[kBuffers][kEights];
       auto load = [&](int i) {
         if constexpr (kWhole) {
           const int offset = *at;
 #pragma unroll
           for (int m = 0; m < kSixteens; ++m)
-            load_matrices(a[i][m], offset < 0 ? shared_address(zeros) : of_group + places[m] + offset);
+            load_matrices(a[i][m][0], offset < 0 ? shared_address(zeros) : of_group + places[m] + offset);
         } else {
           const int low = at[0], high = at[4];
 #pragma unroll
           for (int m = 0; m < 2 * kSixteens; ++m) {
-            a[i][m / 2][m % 2] = low < 0 ? 0 : load_word(of_group + places[m] + low);
-            a[i][m / 2][m % 2 + 2] = high < 0 ? 0 : load_word(of_group + places[m] + high);
+            a[i][m / 2][0][m % 2] = low < 0 ? 0 : load_word(of_group + places[m] + low);
+            a[i][m / 2][0][m % 2 + 2] = high < 0 ? 0 : load_word(of_group + places[m] + high);
           }
         }
 #pragma unroll
@@ -265,9 +325,14 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
       };
       auto multiply = [&](int i) {
 #pragma unroll
-        for (int e = 0; e < kEights; ++e)
+        for (int m = 0; m < kSixteens; ++m) to_parts<T, kThree, 4>(a[i][m]);
 #pragma unroll
-          for (int m = 0; m < kSixteens; ++m) multiply_add(sums[m][e], a[i][m], b[i][e].x, b[i][e].y, T());
+        for (int e = 0; e < kEights; ++e) {
+          uint32_t words[kParts][2] = {{b[i][e].x, b[i][e].y}};
+          if constexpr (kThree) to_parts<T, kThree, 2>(words);
+#pragma unroll
+          for (int m = 0; m < kSixteens; ++m) sums[m][e].add(a[i][m], words, T());
+        }
       };
       if constexpr (kBuffers == 1) {
         for (int step = 0; step < steps; ++step) load(0), multiply(0);
@@ -291,7 +356,10 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
         for (int i = 0; i < 4; ++i) {
           const float value = bias && e * 8 + i % 2 < left ? widen(from[e * 8 + i % 2]) : 0;
 #pragma unroll
-          for (int m = 0; m < kSixteens; ++m) sums[m][e][i] = value;
+          for (int m = 0; m < kSixteens; ++m) {
+            sums[m][e].of[i] = value;
+            if constexpr (kThree) sums[m][e].small[i] = 0;
+          }
         }
     };
     char *const mine = staged + (g.chunks > 1 ? warp_index() : unit) * kUnit * g.result_pixel;
@@ -303,8 +371,8 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
         if (of_part >= g.part) continue;
 #pragma unroll
         for (int m = 0; m < 2 * kSixteens; ++m)
-          *reinterpret_cast<uint32_t *>(mine + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * 2) =
-              pair_bits<T>(sums[m / 2][e][m % 2 * 2], sums[m / 2][e][m % 2 * 2 + 1]);
+          store_pair<T>(mine + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * kSize,
+                        sums[m / 2][e].value(m % 2 * 2), sums[m / 2][e].value(m % 2 * 2 + 1));
       }
     };
     // channels [first, end) of the phase's pixels, from vector `begin` of the unit's results on, `apart` at a time
@@ -314,12 +382,12 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
       const int cols = (g.w.result - phase_w + g.w.phases - 1) / g.w.phases - tile.column;
       const int64_t row = int64_t{tile.image} * g.h.result + tile.row * g.h.phases + phase_h;
       T *const to = result + (row * g.w.result + tile.column * g.w.phases + phase_w) * g.result_pitch + first;
-      const int vectors = g.result_channels / 8;
+      const int vectors = g.result_channels / kVector;
       for (int i = begin; i < kUnit * vectors; i += apart) {
         const int position = c.by_result_vectors.divide(i), v = i - position * vectors;
         const int2 spot = spots[unit * kUnit + position];
-        if ((spot.y >> 16) < rows && (spot.y & 0xffff) < cols && first + v * 8 < end)
-          *reinterpret_cast<uint4 *>(to + spot.x + v * 8) =
+        if ((spot.y >> 16) < rows && (spot.y & 0xffff) < cols && first + v * kVector < end)
+          *reinterpret_cast<uint4 *>(to + spot.x + v * kVector) =
               *reinterpret_cast<const uint4 *>(mine + position * g.result_pixel + v * 16);
       }
     };
@@ -378,11 +446,11 @@ struct GroupedSixteen {
 };
 
 // partial[slice][out_channel][element][channel of the group, in fours]: a block sums the tiles of a slice.
-template <typename T, int kEights>
+template <typename T, int kEights, bool kThree = false>
 __global__ void __launch_bounds__(32 * kGroupedDweightWarps, 2)
     grouped_dweight_kernel(const __grid_constant__ GroupedCall c, const T *dy, const T *x, float *partial,
                            int64_t slice, int slice_channels) {
-  constexpr int kPairs = (kEights + 1) / 2;
+  constexpr int kPairs = (kEights + 1) / 2, kParts = kThree ? 2 : 1, kVector = kVectorSize<T>, kSize = sizeof(T);
   extern __shared__ __align__(16) char memory[];
   const Grouped &g = c.g;
   const int chunk = blockIdx.y % g.chunks;
@@ -393,7 +461,7 @@ __global__ void __launch_bounds__(32 * kGroupedDweightWarps, 2)
   int2 *const pixels = reinterpret_cast<int2 *>(zeros + 16);
   write_pixels(c, pixels);
   const int channel = block.first_channel(g, chunk), output = block.first_result(g);
-  const int channel_shift = channel % 8, result_shift = output % 8;
+  const int channel_shift = channel % kVector, result_shift = output % kVector;
   // this warp's products
   const int tap_groups = (g.taps() + kGroupedTaps - 1) / kGroupedTaps;
   const int task = blockIdx.z * g.warps + warp_index(), first_tap = task % tap_groups * kGroupedTaps;
@@ -414,17 +482,18 @@ __global__ void __launch_bounds__(32 * kGroupedDweightWarps, 2)
   wait_for_kernel_before();
   auto load = [&](unsigned index, char *stage) {
     const GroupedTile tile(g, index);
-    load_window(c, tile, x, pixels, channel / 8 * 8, g.source_pitch, shared_address(stage));
-    const int vectors = g.result_channels / 8, left = (g.result_pitch - output / 8 * 8) / 8;
+    load_window(c, tile, x, pixels, channel - channel_shift, g.source_pitch, shared_address(stage));
+    const int vectors = g.result_channels / kVector, left = (g.result_pitch - output + result_shift) / kVector;
     const int rows = min(g.rows, g.h.count - tile.row), cols = min(g.cols, g.w.count - tile.column);
-    const T *image = dy + int64_t{tile.image} * g.h.result * g.w.result * g.result_pitch + output / 8 * 8;
+    const T *image = dy + int64_t{tile.image} * g.h.result * g.w.result * g.result_pitch + output - result_shift;
     const uint32_t to = shared_address(stage + windows);
     for (int i = threadIdx.x; i < positions * vectors; i += blockDim.x) {
       const int position = c.by_result_vectors.divide(i), v = i - position * vectors;
       const int row = c.by_cols.divide(position), col = position - row * g.cols;
       const bool there = row < rows && col < cols && v < left;
       const int64_t pixel = int64_t{tile.row + row} * g.w.result + tile.column + col;
-      copy_async(to + position * g.result_pixel + v * 16, there ? image + pixel * g.result_pitch + v * 8 : dy, there);
+      copy_async(to + position * g.result_pixel + v * 16, there ? image + pixel * g.result_pitch + v * kVector : dy,
+                 there);
     }
     int *const places = reinterpret_cast<int *>(stage + windows + dy_bytes);
     for (int i = threadIdx.x; i < positions; i += blockDim.x) {
@@ -433,7 +502,7 @@ __global__ void __launch_bounds__(32 * kGroupedDweightWarps, 2)
     }
   };
 
-  float sums[kGroupedTaps][kEights][4] = {};
+  GroupedSum<kThree> sums[kGroupedTaps][kEights] = {};
   load(blockIdx.x, memory);
   commit_copies();
   char *stage = memory, *other = memory + stage_bytes;
@@ -443,31 +512,55 @@ __global__ void __launch_bounds__(32 * kGroupedDweightWarps, 2)
     wait_copies<1>();
     __syncthreads();
     if (!idle) {
-      // ldmatrix: a lane's row is a position, for dy l % 8 + l / 16 * 8, for x l % 16
-      const uint32_t rows = shared_address(stage + windows) + (lane % 8 + lane / 16 * 8) * g.result_pixel +
-                            (of.result + lane / 8 % 2 * 8) * 2;
-      const uint32_t window = shared_address(stage) + (column + lane / 16 * 8) * 2, zero = shared_address(zeros);
-      const int *places = reinterpret_cast<const int *>(stage + windows + dy_bytes) + lane % 16;
-      for (int step = 0; step < positions; step += 16) {
-        uint32_t a[4];
-        load_transposed_matrices(a, rows + step * g.result_pixel);
+      constexpr int kStep = 2 * kVector;
+      const uint32_t zero = shared_address(zeros);
+      // ldmatrix: a lane's row is a position, for dy l % 8 + l / 16 * 8, for x l % 16. Of float32, which it does not
+      // transpose, a lane reads words of positions l % 4 and l % 4 + 4.
+      const int row = kSize == 2 ? lane % 8 + lane / 16 * 8 : lane % 4;
+      const uint32_t rows = shared_address(stage + windows) + row * g.result_pixel +
+                            (of.result + (kSize == 2 ? lane / 8 % 2 * 8 : lane / 4)) * kSize;
+      const uint32_t window = shared_address(stage) + (column + (kSize == 2 ? lane / 16 * 8 : lane / 4)) * kSize;
+      const int *places =
+          reinterpret_cast<const int *>(stage + windows + dy_bytes) + (kSize == 2 ? lane % 16 : lane % 4);
+      for (int step = 0; step < positions; step += kStep) {
+        uint32_t a[kParts][4];
         const int place = places[step];
-        constexpr int kAhead = kEights <= 2;  // elements of the kernel whose operands are loaded before they are used
-        uint32_t b[kAhead + 1][kPairs][4];
-        auto load = [&](int t) {
+        if constexpr (kSize == 2) {
+          load_transposed_matrices(a[0], rows + step * g.result_pixel);
+          constexpr int kAhead = kEights <= 2;  // elements of the kernel whose operands are loaded before they are used
+          uint32_t b[kAhead + 1][kPairs][4];
+          auto load = [&](int t) {
 #pragma unroll
-          for (int pair = 0; pair < kPairs; ++pair)
-            load_transposed_matrices(b[t % (kAhead + 1)][pair],
-                                     place < 0 ? zero : window + place + taps[t] + pair * 32);
-        };
-        if constexpr (kAhead) load(0);
+            for (int pair = 0; pair < kPairs; ++pair)
+              load_transposed_matrices(b[t % (kAhead + 1)][pair],
+                                       place < 0 ? zero : window + place + taps[t] + pair * 32);
+          };
+          if constexpr (kAhead) load(0);
 #pragma unroll
-        for (int t = 0; t < kGroupedTaps; ++t) {
-          if (t + kAhead < kGroupedTaps) load(t + kAhead);
-          const auto &now = b[t % (kAhead + 1)];
+          for (int t = 0; t < kGroupedTaps; ++t) {
+            if (t + kAhead < kGroupedTaps) load(t + kAhead);
+            const auto &now = b[t % (kAhead + 1)];
 #pragma unroll
-          for (int e = 0; e < kEights; ++e)
-            multiply_add(sums[t][e], a, now[e / 2][e % 2 * 2], now[e / 2][e % 2 * 2 + 1], T());
+            for (int e = 0; e < kEights; ++e) {
+              const uint32_t words[1][2] = {{now[e / 2][e % 2 * 2], now[e / 2][e % 2 * 2 + 1]}};
+              sums[t][e].add(a, words, T());
+            }
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[0][i] = load_word(rows + (step + i / 2 * 4) * g.result_pixel + i % 2 * 32);
+          to_parts<T, kThree, 4>(a);
+          const int other = places[step + 4];
+#pragma unroll
+          for (int t = 0; t < kGroupedTaps; ++t)
+#pragma unroll
+            for (int e = 0; e < kEights; ++e) {
+              const uint32_t at = window + taps[t] + e * 32;
+              uint32_t words[kParts][2] = {
+                  {load_word(place < 0 ? zero : at + place), load_word(other < 0 ? zero : at + other)}};
+              to_parts<T, kThree, 2>(words);
+              sums[t][e].add(a, words, T());
+            }
         }
       }
     }
@@ -493,7 +586,7 @@ __global__ void __launch_bounds__(32 * kGroupedDweightWarps, 2)
             (int64_t{block.group + group} * g.out + block.part * g.part + result_of) * g.taps() + first_tap + t;
         float *to = partial + row * slice_channels + chunk * g.chunk + at_of;
         const bool both = 0 <= at_of && at_of + 1 < g.chunk && chunk * g.chunk + at_of + 1 < g.in;
-        if (both) *reinterpret_cast<float2 *>(to) = {sums[t][e][half * 2], sums[t][e][half * 2 + 1]};
+        if (both) *reinterpret_cast<float2 *>(to) = {sums[t][e].value(half * 2), sums[t][e].value(half * 2 + 1)};
       }
 }
 

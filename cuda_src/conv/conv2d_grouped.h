@@ -10,8 +10,8 @@ namespace aot {
 inline namespace AOT_ISA {
 
 constexpr int kGroupedPhases = 4;  // along an axis
-constexpr int kGroupedWide = 64;   // channels of a group that are together in shared memory
-constexpr int kGroupedChunk = 32;  // of wider groups at a time
+constexpr int kGroupedWide = 128;  // bytes of a group that are together in shared memory
+constexpr int kGroupedChunk = 64;  // of wider groups at a time
 constexpr int kGroupedTaps = 3;    // kernel elements of a warp in dweight
 constexpr int kGroupedUnit = 32;   // positions of a warp in y and dx, and of which dweight's tiles have a multiple
 constexpr int kGroupedWarps = 8, kGroupedDweightWarps = 12;  // of a block, at most
@@ -78,6 +78,8 @@ inline GroupedAxis grouped_dx_axis(int64_t in, int64_t out, int64_t kernel, int6
 // some groups, or for a part of a group's results, whose terms it then adds a chunk of channels at a time.
 struct Grouped {
   GroupedAxis h, w;
+  int vector = 8;                              // elements of 16 bytes
+  bool three = false;                          // float32 as three products of TF32
   int batch = 0, groups = 0, in = 0, out = 0;  // channels of a group, of the source and of the result
   int source_pitch = 0, result_pitch = 0;      // channels of a pixel in memory
   int block_groups = 1, parts = 1, part = 0;   // blocks along a group's results, and results of one
@@ -95,6 +97,10 @@ struct Grouped {
   // results of a warp. 0: the kernels of any step.
   int columns = 0;
 
+  // A step of a sum has 16 terms of 16 bits, or 8 of TF32.
+  AOT_BOTH_SIDES int terms() const { return 2 * vector; }
+  int bytes(int elements) const { return elements * 16 / vector; }
+  int wide() const { return kGroupedWide / 16 * vector; }
   AOT_BOTH_SIDES int taps() const { return h.phase[0].taps * w.phase[0].taps; }
   AOT_BOTH_SIDES int phases() const { return h.phases * w.phases; }
   AOT_BOTH_SIDES int steps() const { return first_step[phases()]; }
@@ -120,11 +126,14 @@ struct Grouped {
 
 inline int grouped_up(int64_t n, int64_t to) { return static_cast<int>(divide_up(n, to) * to); }
 
-// Bytes of a pixel: an odd number of 16s, so that neighbouring pixels are in other banks.
-inline int grouped_pixel(int channels) { return channels * 2 + (channels / 8 % 2 ? 0 : 16); }
+// Bytes of a pixel: an odd number of vectors, so that neighbouring pixels are in other banks, as ldmatrix reads them.
+// dweight of float32, whose lanes read 8 neighbours of each of four pixels, has two more than a multiple of four.
+inline int grouped_pixel(int vectors, bool of_words = false) {
+  return 16 * (of_words ? vectors + (6 - vectors % 4) % 4 : vectors | 1);
+}
 
-// Channels that are loaded for `n` of them from any multiple of n on: whole vectors of 8.
-inline int grouped_loaded(int n) { return n % 8 ? grouped_up(n + 7, 8) : n; }
+// Channels that are loaded for `n` of them from any multiple of n on: whole vectors.
+inline int grouped_loaded(int n, int vector) { return n % vector ? grouped_up(n + vector - 1, vector) : n; }
 
 // Chooses the tiles, of `most` units of positions at most, for which cost(units, pixels of a window), of an image's
 // tiles, is least; below 0 they do not fit. The cost, or -1.
@@ -195,31 +204,32 @@ inline double grouped_idle(int64_t shared, int warps) {
 
 // Plans y or dx's pass, whose sizes are there. Costs are warps' instructions. false: it does not fit in shared memory.
 inline bool plan_grouped(Grouped *g, bool by_columns) {
-  constexpr int kMostWeights = 48 << 10, kMostChannels = 96, kMostEights = 4, kItem = 150;
+  constexpr int kMostWeights = 48 << 10, kMostChannels = 192, kItem = 150;  // channels: bytes of them
+  const int most_eights = g->three ? 2 : 4;                                 // a sum of three products is two
   const int load = by_columns ? kGroupedBoxLoad : kGroupedLoad;
   constexpr double kLine = 1.5;  // vectors of 16 bytes that a pixel's first and last sectors have besides
-  g->chunk = g->in <= kGroupedWide ? g->in : kGroupedChunk;
+  g->chunk = g->in <= g->wide() ? g->in : kGroupedChunk / 16 * g->vector;
   g->chunks = divide_up(g->in, g->chunk);
-  if (by_columns && (!grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % 4)) return false;
-  const int rounds = divide_up(g->w.phase[0].taps * g->chunk, 16);
+  if (by_columns && (g->vector < 8 || !grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % 4)) return false;
+  const int rounds = divide_up(g->w.phase[0].taps * g->chunk, g->terms());
   if (by_columns) g->first_step[1] = 3 * rounds;
   for (int p = 0; !by_columns && p < g->phases(); ++p) {
     const int taps = g->h.phase[p / g->w.phases].taps * g->w.phase[p % g->w.phases].taps;
-    g->first_step[p + 1] = g->first_step[p] + divide_up(taps * g->chunk, 16);
+    g->first_step[p + 1] = g->first_step[p] + divide_up(taps * g->chunk, g->terms());
   }
   auto divide = [&](int parts) {
     g->part = g->out % 8 ? g->out : grouped_up(divide_up(g->out, parts), 8);
     g->parts = divide_up(g->out, g->part);
     const int eights = divide_up(g->part, 8);
-    g->pieces = divide_up(eights, kMostEights);
+    g->pieces = divide_up(eights, most_eights);
     g->eights = divide_up(eights, g->pieces);
   };
-  divide(divide_up(g->out, kGroupedWide));
+  divide(divide_up(g->out, g->wide()));
   if (g->out % 8 == 0 && g->part > 32 && (g->chunks > 1 || g->chunk_words() * 4 > kMostWeights))
     divide(divide_up(g->out, 32));
-  const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
+  const bool narrow = std::max(g->in, g->out) <= g->wide();
   const bool several = narrow && g->parts == 1;
-  const int most = several ? std::clamp(kMostChannels / std::max(g->in, g->out), 1, g->groups) : 1;
+  const int most = several ? std::clamp(kMostChannels / g->bytes(std::max(g->in, g->out)), 1, g->groups) : 1;
   const int stages = g->chunks > 1 ? 2 : 1, wide_tasks = g->phases() * g->pieces;
   Grouped best;
   double least = -1;
@@ -230,9 +240,10 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
     t.block_groups = std::min(grouped_up(divide_up(t.groups, blocks), together), t.groups);
     if (t.block_groups == tried) return;
     tried = t.block_groups;
-    t.channels = grouped_loaded(t.chunks > 1 ? t.chunk : t.block_groups * t.in), t.pixel = grouped_pixel(t.channels);
+    t.channels = grouped_loaded(t.chunks > 1 ? t.chunk : t.block_groups * t.in, t.vector);
+    t.pixel = grouped_pixel(t.channels / t.vector);
     t.result_channels = t.chunks > 1 ? t.eights * 8 : grouped_up(t.block_groups * t.part, 8);
-    t.result_pixel = grouped_pixel(t.result_channels);
+    t.result_pixel = grouped_pixel(t.result_channels / t.vector);
     const int64_t beside =
         int64_t{stages} * 4 * t.block_groups * t.chunk_words() + t.steps() * 8 * 4 + 24 + (by_columns ? 256 : 0);
     auto warps = [&](int units) {
@@ -248,7 +259,7 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
       const double terms = by_columns ? rounds * (16.0 + 9 * t.eights) : t.steps() * (10.0 + 3 * t.eights);
       const double results = t.phases() * (30.0 + 12 * t.eights);
       const double products = t.block_groups * t.pieces * units * (t.chunks * terms + results);
-      const double loads = t.chunks * (window * (t.channels / 8 + kLine) / 32 * load + kItem * warps(units));
+      const double loads = t.chunks * (window * (t.channels / t.vector + kLine) / 32 * load + kItem * warps(units));
       return (products + loads) * grouped_idle(shared(units, window), warps(units));
     };
     const double cost =
@@ -261,7 +272,7 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
   // groups whose results are whole sectors, or, if they do not fit, whole vectors
   for (int bytes = 32; bytes >= 16 && least < 0; bytes /= 2)
     for (int wanted = most; wanted >= 1; wanted /= 2)
-      try_groups(wanted, several ? std::min(bytes / 2 / std::gcd(g->out, bytes / 2), g->groups) : 1);
+      try_groups(wanted, several ? std::min(bytes / std::gcd(g->bytes(g->out), bytes), g->groups) : 1);
   if (least < 0) return false;
   return *g = best, true;
 }
@@ -302,17 +313,19 @@ inline bool divide_dweight_columns(Grouped *g) {
 // Plans dweight's pass: its result is dy, and its source x.
 inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
   constexpr int kMostUnits = 8;
-  if (by_columns && !grouped_column_axis(g->h)) return false;
-  const bool narrow = g->in <= kGroupedWide && g->out <= kGroupedWide;
-  g->chunk = std::min(g->in, kGroupedWide), g->chunks = divide_up(g->in, g->chunk);
-  g->part = std::min(g->out, kGroupedWide), g->parts = divide_up(g->out, g->part);
+  const int wide = g->wide();
+  if (by_columns && (g->vector < 8 || !grouped_column_axis(g->h))) return false;
+  const bool narrow = std::max(g->in, g->out) <= wide;
+  g->chunk = std::min(g->in, wide), g->chunks = divide_up(g->in, g->chunk);
+  g->part = std::min(g->out, wide), g->parts = divide_up(g->out, g->part);
   // groups of few results share rows of a product, which begin at multiples of 8
-  const int most = narrow ? std::clamp(kGroupedWide / std::max(g->in, g->out), 1, g->groups) : 1;
+  const int most = narrow ? std::clamp(wide / std::max(g->in, g->out), 1, g->groups) : 1;
   const int blocks = divide_up(g->groups, most), even = divide_up(g->groups, blocks);
   g->block_groups = most < 4 || most == g->groups ? even : std::min(most / 4 * 4, grouped_up(even, 4));
-  g->channels = grouped_loaded(g->block_groups * g->chunk);
-  g->result_channels = grouped_loaded(g->block_groups * g->part);
-  g->pixel = grouped_pixel(g->channels), g->result_pixel = grouped_pixel(g->result_channels);
+  g->channels = grouped_loaded(g->block_groups * g->chunk, g->vector);
+  g->result_channels = grouped_loaded(g->block_groups * g->part, g->vector);
+  g->pixel = grouped_pixel(g->channels / g->vector, g->vector < 8);
+  g->result_pixel = grouped_pixel(g->result_channels / g->vector, g->vector < 8);
   // channels that meet a sixteen of results, from a multiple of 8 on
   auto columns = [&](int n) { return g->in % 8 ? grouped_up(n + 7, 8) : n; };
   int most_columns;
@@ -331,7 +344,7 @@ inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
     most_columns = columns(g->chunk);
   }
   const int eights = divide_up(most_columns, 8);
-  g->pieces = (eights + 3) / 4, g->eights = divide_up(eights, g->pieces);
+  g->pieces = divide_up(eights, g->three ? 2 : 4), g->eights = divide_up(eights, g->pieces);
   if (by_columns && g->columns == 0) g->columns = 1;
   const int tap_groups = by_columns ? g->w.phase[0].taps : divide_up(g->taps(), kGroupedTaps);
   const int tasks = g->sixteens * g->pieces * tap_groups;
@@ -343,8 +356,9 @@ inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
   };
   const double cost = grouped_tiles(g, kMostUnits, [&](int units, int window) {
     if (shared(units, window) > kConvShared) return -1.0;
-    const double steps = units * kGroupedUnit / 16.0 * (8 + kGroupedTaps * (4 + 1.5 * g->eights)) * g->warps;
-    const double vectors = (window * g->channels + units * kGroupedUnit * g->result_channels) / 8;
+    const double steps =
+        units * kGroupedUnit / double(g->terms()) * (8 + kGroupedTaps * (4 + 1.5 * g->eights)) * g->warps;
+    const double vectors = (window * g->channels + units * kGroupedUnit * g->result_channels) / g->vector;
     return (steps + vectors / 32 * kGroupedLoad + 100 * g->warps) * grouped_idle(shared(units, window), g->warps);
   });
   if (cost < 0) return false;

@@ -225,8 +225,8 @@ __global__ void __launch_bounds__(256, 3)
         if (of_part >= g.part) continue;
 #pragma unroll
         for (int m = 0; m < 4; ++m)
-          *reinterpret_cast<uint32_t *>(mine + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * 2) =
-              pair_bits<T>(sums[m / 2][e][m % 2 * 2], sums[m / 2][e][m % 2 * 2 + 1]);
+          store_pair<T>(mine + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * 2,
+                        sums[m / 2][e][m % 2 * 2], sums[m / 2][e][m % 2 * 2 + 1]);
       }
     };
     // channels [first, end) of the pixels, from vector `begin` of the unit's results on, `apart` at a time

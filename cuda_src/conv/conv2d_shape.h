@@ -45,7 +45,7 @@ struct Conv2dParams {
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
   //   depthwise      a group for each channel (conv2d_depthwise.h)
-  //   grouped        groups of several channels in 16 bits (conv2d_grouped.h)
+  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h)
   //   direct         any call
   enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise, grouped };
   // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
@@ -214,20 +214,20 @@ struct Conv2dParams {
   static int64_t depthwise_slice(const Conv2dShape &s) { return round_up(s.channels * s.kernel(), 4); }
 
   // How a pass of groups of several channels is divided. false: the kernels do not take it.
-  bool grouped_call(const Conv2dShape &s, bool dx, Grouped *g) const {
+  bool grouped_call(const Conv2dShape &s, DType dtype, bool dx, Grouped *g) const {
     auto axis = [&](int i, int64_t in, int64_t out, int64_t kernel) {
       const int64_t st = stride.value[i], pad = padding.value[i], dil = dilation.value[i];
       return dx ? grouped_dx_axis(out, in, kernel, st, pad, dil) : grouped_axis(in, out, kernel, st, pad, dil);
     };
     g->h = axis(0, s.height, s.out_h, s.kernel_h), g->w = axis(1, s.width, s.out_w, s.kernel_w);
-    set_grouped(s, g);
+    set_grouped(s, dtype, g);
     if (dx) std::swap(g->source_pitch, g->result_pitch), std::swap(g->in, g->out);
     return plan_grouped_pass(g, false);
   }
-  bool grouped_dweight_call(const Conv2dShape &s, Grouped *g) const {
+  bool grouped_dweight_call(const Conv2dShape &s, DType dtype, Grouped *g) const {
     g->h = grouped_axis(s.height, s.out_h, s.kernel_h, stride.value[0], padding.value[0], dilation.value[0]);
     g->w = grouped_axis(s.width, s.out_w, s.kernel_w, stride.value[1], padding.value[1], dilation.value[1]);
-    set_grouped(s, g);
+    set_grouped(s, dtype, g);
     if (!plan_grouped_pass(g, true)) return false;
     const int64_t blocks = int64_t{g->blocks()} * g->chunks * g->splits;  // with the slices, a wave of them
     return g->slices = static_cast<int>(std::clamp<int64_t>(kFullGrid / blocks, 1, g->tiles())), true;
@@ -344,7 +344,7 @@ struct Conv2dParams {
                  Grouped *g) const {
     Depthwise d;
     if (depthwise_call(s, dtype, pass, &d)) return depthwise;
-    if (grouped_fits(s, dtype) && grouped_takes(s, pass, g)) return grouped;
+    if (grouped_fits(s, dtype) && grouped_takes(s, dtype, pass, g)) return grouped;
     if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
     if (x_is_patches(s, dtype)) return patches;
     if (are_patches(s, dtype)) return few && before_patches ? few_channels : patches;
@@ -352,14 +352,15 @@ struct Conv2dParams {
     return dtype == DType::float64 ? direct : implicit_gemm;
   }
 
-  // Pairs of channels are together in a word, images have 31 bits of elements, and a tensor that is packed from NHWC
-  // has 32 (copy_padded).
+  // Pairs of channels are together in a word, or read and written together, images have 31 bits of elements, and a
+  // tensor that is packed from NHWC has 32 (copy_padded).
   bool grouped_fits(const Conv2dShape &s, DType dtype) const {
     constexpr int64_t kMost = 0x7fffffff, kMaxParam = 1 << 15, kMostStride = kGroupedPhases, kMostKernel = 32;
     auto packs = [&](int64_t pixels, int64_t channels) {
       return !nhwc() || channels % 8 == 0 || s.batch * pixels * round_up(channels, 8) < int64_t{1} << 32;
     };
-    bool fits = itemsize(dtype) == 2 && groups > 1 && s.channels > 0 && s.out_channels > 0 && s.pixels() > 0 &&
+    const int64_t wide = kGroupedWide / itemsize(dtype);
+    bool fits = itemsize(dtype) < 8 && groups > 1 && s.channels > 0 && s.out_channels > 0 && s.pixels() > 0 &&
                 s.height * s.width > 0 && packs(s.height * s.width, s.channels) &&
                 packs(s.out_h * s.out_w, s.out_channels) && s.kernel_h <= kMostKernel && s.kernel_w <= kMostKernel &&
                 s.batch * std::max(s.height * s.width, s.out_h * s.out_w) < kMost &&
@@ -369,23 +370,24 @@ struct Conv2dParams {
     for (int i = 0; i < 2; ++i)
       fits = fits && stride.value[i] <= kMostStride && padding.value[i] < kMaxParam && dilation.value[i] < kMaxParam;
     const int64_t in = s.channels / groups, out = s.out_channels / groups;
-    fits = fits && groups * divide_up(in, kGroupedWide) * divide_up(out, kGroupedWide / 2) < 1 << 16;  // blocks
-    return fits &&
-           (std::max(in, out) <= kGroupedWide ? (in | out) % 2 == 0 : (in | out) % 8 == 0 && (in | out) < 1 << 12);
+    fits = fits && groups * divide_up(in, wide) * divide_up(out, wide / 2) < 1 << 16;  // blocks
+    return fits && (std::max(in, out) <= wide ? (in | out) % 2 == 0 : (in | out) % 8 == 0 && (in | out) < 1 << 12);
   }
-  bool grouped_takes(const Conv2dShape &s, Depthwise::Pass pass, Grouped *plan) const {
+  bool grouped_takes(const Conv2dShape &s, DType dtype, Depthwise::Pass pass, Grouped *plan) const {
     Grouped g;
-    if (!(pass == Depthwise::dweight ? grouped_dweight_call(s, &g) : grouped_call(s, pass == Depthwise::dx, &g)))
+    const bool dx = pass == Depthwise::dx;
+    if (!(pass == Depthwise::dweight ? grouped_dweight_call(s, dtype, &g) : grouped_call(s, dtype, dx, &g)))
       return false;
     if (plan) *plan = g;
     return true;
   }
   // Sets what all passes have alike.
-  void set_grouped(const Conv2dShape &s, Grouped *g) const {
+  void set_grouped(const Conv2dShape &s, DType dtype, Grouped *g) const {
+    g->vector = static_cast<int>(16 / itemsize(dtype)), g->three = few_three(dtype);
     g->batch = static_cast<int>(s.batch), g->groups = static_cast<int>(groups);
     g->in = static_cast<int>(s.channels / groups), g->out = static_cast<int>(s.out_channels / groups);
-    g->source_pitch = static_cast<int>(round_up(s.channels, 8));
-    g->result_pitch = static_cast<int>(round_up(s.out_channels, 8));
+    g->source_pitch = static_cast<int>(round_up(s.channels, g->vector));
+    g->result_pitch = static_cast<int>(round_up(s.out_channels, g->vector));
   }
 
   // Adds the sizes of packed tensors, patches and partial sums to a plan whose kernels are chosen.

@@ -776,10 +776,8 @@ Status conv2d_cuda(const Conv2d &op, const Tensor *in, const Tensor *out, void *
       ImplicitGemmCall<T> call(op.name, op, s, plan, in[0].dtype, out[1], stream);
       if (implicit_gemm && plan.of_y == op.implicit_gemm && call.supports(y, x, weight))
         return call.y(x, weight, bias, y);
-      if constexpr (sizeof(T) == 2) {
-        GroupedImages<T> grouped(op.name, op, s, plan, out[1], stream);
-        if (implicit_gemm && plan.of_y == op.grouped && grouped.supports(x, y)) return grouped.y(x, weight, bias, y);
-      }
+      GroupedImages<T> grouped(op.name, op, s, plan, out[1], stream);
+      if (implicit_gemm && plan.of_y == op.grouped && grouped.supports(x, y)) return grouped.y(x, weight, bias, y);
     }
     conv2d_kernel<<<direct_grid(n), kDirectBlock, 0, stream>>>(Conv2dCall(op, s), x, weight, bias, y, n);
     return check_launch(op.name);
@@ -848,15 +846,13 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
       if (of_dx || of_dweight)
         AOT_TRY(call.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
-      if constexpr (sizeof(T) == 2) {
-        GroupedImages<T> grouped(op.name, op, s, plan, out[3], stream);
-        const bool dx_grouped = implicit_gemm && dx_left && plan.of_dx == op.grouped && grouped.supports(dx, dy);
-        const bool dweight_grouped =
-            implicit_gemm && dweight_left && plan.of_dweight == op.grouped && grouped.supports(x, dy);
-        if (dx_grouped || dweight_grouped)
-          AOT_TRY(grouped.backward(dy, x, weight, dx_grouped ? dx : nullptr, dweight_grouped ? dweight : nullptr));
-        dx_left = dx_left && !dx_grouped, dweight_left = dweight_left && !dweight_grouped;
-      }
+      GroupedImages<T> grouped(op.name, op, s, plan, out[3], stream);
+      const bool dx_grouped = implicit_gemm && dx_left && plan.of_dx == op.grouped && grouped.supports(dx, dy);
+      const bool dweight_grouped =
+          implicit_gemm && dweight_left && plan.of_dweight == op.grouped && grouped.supports(x, dy);
+      if (dx_grouped || dweight_grouped)
+        AOT_TRY(grouped.backward(dy, x, weight, dx_grouped ? dx : nullptr, dweight_grouped ? dweight : nullptr));
+      dx_left = dx_left && !dx_grouped, dweight_left = dweight_left && !dweight_grouped;
     }
     if (dx_left) AOT_TRY(direct_dx(c, dy, weight, dx, stream));
     if (dweight_left) AOT_TRY(direct_dweight(c, dy, x, dweight, stream));

@@ -82,11 +82,16 @@ bool tiles(const Grouped &g, bool dweight) {
   return g.rows <= rows && g.cols <= cols && g.window_h == g.h.window(rows) && g.window_w == g.w.window(cols);
 }
 
+// Whether neighbouring pixels are in other banks.
+bool apart(const Grouped &g, bool dweight, int pixel) {
+  return dweight && g.vector == 4 ? pixel % 64 == 32 : pixel % 32 == 16;
+}
+
 bool divides(const Grouped &g, bool dweight) {
   return tiles(g, dweight) && (g.tiles_h - 1) * g.rows < g.h.count && g.h.count <= g.tiles_h * g.rows &&
          (g.tiles_w - 1) * g.cols < g.w.count && g.w.count <= g.tiles_w * g.cols && g.shared <= kConvShared &&
-         g.pixel % 32 == 16 && g.result_pixel % 32 == 16 && g.eights <= 4 && g.blocks() * g.chunks < 1 << 16 &&
-         g.chunks * g.chunk >= g.in && g.parts * g.part >= g.out;
+         apart(g, dweight, g.pixel) && apart(g, dweight, g.result_pixel) && g.eights <= (g.three ? 2 : 4) &&
+         g.blocks() * g.chunks < 1 << 16 && g.chunks * g.chunk >= g.in && g.parts * g.part >= g.out;
 }
 
 // Whether dweight's warps have all products: the elements of a column of the kernel, or three, and 16s of results.
@@ -102,36 +107,34 @@ bool shares(const Grouped &g) {
 bool begins(const Grouped &g, bool dweight) {
   for (int group = 0; group < g.groups; group += g.block_groups) {
     const int groups = std::min(g.block_groups, g.groups - group), channels = g.chunks > 1 ? g.chunk : groups * g.in;
-    if (group * g.in % 8 + channels > g.channels) return false;
-    if (dweight ? group * g.out % 8 + groups * std::min(g.part, g.out) > g.result_channels
-                : group * g.out % 8 || (g.chunks == 1 && groups * g.part > g.result_channels))
+    if (group * g.in % g.vector + channels > g.channels) return false;
+    if (dweight ? group * g.out % g.vector + groups * std::min(g.part, g.out) > g.result_channels
+                : group * g.out % g.vector || (g.chunks == 1 && groups * g.part > g.result_channels))
       return false;
   }
   return true;
 }
 
-int check(const Shapes &c, long *planned) {
+int check(const Shapes &c, DType dtype, long *planned) {
   const Conv2dParams &params = c.params;
   int64_t words = 0, dweight_words = 0;
   for (bool dx : {false, true}) {
     Grouped g;
-    if (!params.grouped_call(c.s, dx, &g)) continue;
+    if ((dx ? params.dx_kernels(c.s, dtype, &g) : params.y_kernels(c.s, dtype, &g)) != Conv2dParams::grouped) continue;
     ++*planned, words = g.words();
     if (!meets(c, g.h, 0, dx) || !meets(c, g.w, 1, dx)) return failed("elements of the kernel", c);
     if (!divides(g, false) || g.warps > kGroupedWarps || g.warps % g.units) return failed("tiles", c);
     if (!begins(g, false) || g.pieces * g.eights * 8 < g.part) return failed("blocks", c);
-    if (!dx && params.y_kernels(c.s, DType::float16) == Conv2dParams::grouped &&
-        params.forward_plan(c.s, DType::float16).forward() < words)
-      return failed("the forward's workspace", c);
+    if (!dx && params.forward_plan(c.s, dtype).forward() < words) return failed("the forward's workspace", c);
   }
   Grouped g;
-  if (params.grouped_dweight_call(c.s, &g)) {
+  if (params.dweight_kernels(c.s, dtype, &g) == Conv2dParams::grouped) {
     ++*planned, dweight_words = g.sums();
     if (!divides(g, true) || !begins(g, true)) return failed("dweight", c);
     if (!shares(g)) return failed("dweight's tasks", c);
     if (g.slice() < c.s.out_channels * c.s.kernel() * g.in || g.slices > g.tiles()) return failed("dweight's sums", c);
   }
-  const auto plan = params.backward_plan(c.s, DType::bfloat16);
+  const auto plan = params.backward_plan(c.s, dtype);
   const int64_t of_dx = plan.of_dx == Conv2dParams::grouped ? words : 0;
   const int64_t of_dweight = plan.of_dweight == Conv2dParams::grouped ? dweight_words : 0;
   return plan.backward() < plan.x + plan.y + std::max(of_dx, of_dweight) ? failed("the backward's workspace", c) : 0;
@@ -143,7 +146,11 @@ int main() {
   Shapes shapes;
   long planned = 0;
   for (int i = 0; i < 4000; ++i)
-    if (shapes.next() && check(shapes, &planned)) return 1;
+    if (shapes.next()) {
+      if (check(shapes, DType::bfloat16, &planned) || check(shapes, DType::float32, &planned)) return 1;
+      shapes.params.allow_tf32 = true;
+      if (check(shapes, DType::float32, &planned)) return 1;
+    }
   std::printf("%ld\n", planned);
   return 0;
 }
