@@ -201,11 +201,10 @@ struct GroupedSum<true> {
 // Words of an operand as products take them: 16 bits as they are, TF32 rounded, or float32 in two parts.
 template <typename T, bool kThree, int n>
 __device__ inline void to_parts(uint32_t (&parts)[kThree ? 2 : 1][n]) {
-  if constexpr (sizeof(T) < 4) return;
 #pragma unroll
   for (int i = 0; i < n; ++i) {
     if constexpr (kThree) split(__uint_as_float(parts[0][i]), parts[0][i], parts[1][i]);
-    else parts[0][i] = product_word(__uint_as_float(parts[0][i]), false);
+    else if constexpr (sizeof(T) == 4) parts[0][i] = product_word(__uint_as_float(parts[0][i]), false);
   }
 }
 

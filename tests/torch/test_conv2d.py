@@ -160,8 +160,7 @@ CONVOLUTIONS = [
 def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
     """With small integers, of which all sums are exact in float32 and every operand in each dtype: equal to the last
     bit before the result is rounded."""
-    kwargs = dict(options, allow_tf32=dtype == "tf32")
-    dtype = torch.float32 if dtype == "tf32" else dtype
+    kwargs, dtype = in_dtype(options, dtype)
     random = torch.Generator("cuda").manual_seed(0)
 
     def integers(*size):
@@ -217,7 +216,7 @@ GROUPED = [
     ((70, 32, 1, 1), 32, (3, 3), {"groups": 4, "padding": 1}),
     ((1, 16, 3, 301), 16, (3, 3), {"groups": 2, "padding": 1}),
 ]
-IN_16_BITS = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+IN_EACH = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "tf32", torch.float32], ids=str)
 IN_EITHER = pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 
 
@@ -226,6 +225,11 @@ def of_integers(shape, outputs, kernel, options):
     random, sizes = torch.Generator().manual_seed(0), (shape, (outputs, shape[1] // options["groups"], *kernel))
     y = F.conv2d(*(torch.empty(size, device="meta") for size in sizes), **options)
     return [torch.randint(-3, 4, size, generator=random).double() for size in (*sizes, (outputs,), y.shape)]
+
+
+def in_dtype(options, dtype):
+    """The options and the dtype of a call, which "tf32" is, too."""
+    return dict(options, allow_tf32=dtype == "tf32"), torch.float32 if dtype == "tf32" else dtype
 
 
 def on_gpu(tensors, dtype, format):
@@ -243,10 +247,11 @@ def grouped(request):
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 @IN_EITHER
-@IN_16_BITS
+@IN_EACH
 def test_groups_are_exact(grouped, dtype, format):
     """To the last bit before the result is rounded, with small integers. The same bits twice, with any numbers."""
     tensors, options, expected = grouped
+    options, dtype = in_dtype(options, dtype)
     tensors = on_gpu(tensors, dtype, format)
     for got, exact in zip(convolved(ours.conv2d, *tensors, **options), expected, strict=True):
         assert torch.equal(got.cpu(), exact.to(dtype))
@@ -257,7 +262,7 @@ def test_groups_are_exact(grouped, dtype, format):
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 @IN_EITHER
-@IN_16_BITS
+@IN_EACH
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(
     ("channels", "outputs", "groups"),
@@ -268,6 +273,7 @@ def test_what_is_in_a_group_stays_there(channels, outputs, groups, stride, dtype
     no finite result that they are terms of."""
     options = {"groups": groups, "stride": stride, "padding": 1}
     tensors = of_integers((2, channels * groups, 10, 12), outputs * groups, (3, 3), options)
+    options, dtype = in_dtype(options, dtype)
     x, weight, bias, dy = on_gpu(tensors, dtype, format)
 
     def by_group(t, axis):
@@ -296,7 +302,7 @@ def test_what_is_in_a_group_stays_there(channels, outputs, groups, stride, dtype
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 @IN_EITHER
-@IN_16_BITS
+@IN_EACH
 @pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (2, 0)])
 @pytest.mark.parametrize("width", [2, 4, 6, 8, 16, 24, 48])
 def test_infinities_in_groups_reach_what_meets_them(width, stride, padding, dtype, format):
@@ -308,6 +314,7 @@ def test_infinities_in_groups_reach_what_meets_them(width, stride, padding, dtyp
     x[0, 0, 5, 7] = x[1, -1, 17, 19] = x[1, width, 8, 0] = math.inf
     dy[1, 1, 3, 2] = dy[0, -1, 5, 6] = math.inf
     expected = convolved(F.conv2d, x, weight, bias, dy, **options)
+    options, dtype = in_dtype(options, dtype)
     results = convolved(ours.conv2d, *on_gpu((x, weight, bias, dy), dtype, format), **options)
     for got, exact in zip(results, expected, strict=True):
         torch.testing.assert_close(got.cpu(), exact.to(dtype), rtol=0, atol=0, equal_nan=True)
@@ -316,7 +323,7 @@ def test_infinities_in_groups_reach_what_meets_them(width, stride, padding, dtyp
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(("width", "groups"), [(4, 9), (6, 3), (8, 5), (24, 2), (48, 2)])
 def test_groups_in_one_buffer(width, groups, stride, dtype, layout):
