@@ -27,6 +27,7 @@ unsigned grouped_grid(const Grouped &g, int64_t others, int multiprocessors) {
 
 constexpr DType grouped_dtype(__half) { return DType::float16; }
 constexpr DType grouped_dtype(__nv_bfloat16) { return DType::bfloat16; }
+constexpr DType grouped_dtype(float) { return DType::float32; }
 
 // Boxes of `high` x `wide` pixels of images, of the channels of one group with `of_groups`, as TMA loads them.
 template <typename T>
@@ -37,7 +38,7 @@ bool map_grouped(CUtensorMap *map, const T *data, const Grouped &g, bool of_grou
   const int64_t line = int64_t{w} * pitch;
   return map_tiled<5>(map, grouped_dtype(T()), data, {channels, groups, uint64_t(w), uint64_t(h), uint64_t(g.batch)},
                       {of_groups ? g.in : pitch, pitch, line, line * h},
-                      {uint32_t(pixel / 2), 1, uint32_t(wide), uint32_t(high), 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+                      {uint32_t(pixel / sizeof(T)), 1, uint32_t(wide), uint32_t(high), 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 Status no_map(const LaunchSequence &launch) {
@@ -60,17 +61,17 @@ Status grouped_forward(LaunchSequence &launch, const Grouped &g, const Conv2dCal
   auto run = [&](auto *kernel, const auto &call) {
     return launch(kernel, grid, 32 * g.warps, g.shared, 1, call, source, to, bias, result);
   };
-  if constexpr (sizeof(T) == 2)
-    if (g.columns) {
-      GroupedColumns call = {GroupedCall(g), {}, {}};
-      if (limits.major >= 9 && !map_grouped(&call.source, source, g, g.chunks > 1, g.h.source, g.w.source,
-                                            g.source_pitch, g.pixel, g.window_h, g.window_w))
-        return no_map(launch);
-      return with_eights<T>(g, [&](auto eights, auto) {
-        return g.in % 8 ? run(grouped_columns_kernel<T, eights.value, 4>, call)
-                        : run(grouped_columns_kernel<T, eights.value, 8>, call);
-      });
-    }
+  if (g.columns) {
+    GroupedColumns call = {GroupedCall(g), {}, {}};
+    AOT_TRY(bind_device(launch.op()));  // for the driver, which encodes tensor maps
+    if (limits.major >= 9 && !map_grouped(&call.source, source, g, g.chunks > 1, g.h.source, g.w.source, g.source_pitch,
+                                          g.pixel, g.window_h, g.window_w))
+      return no_map(launch);
+    return with_eights<T>(g, [&](auto eights, auto) {
+      return g.in % kVectorSize<T> ? run(grouped_columns_kernel<T, eights.value, false>, call)
+                                   : run(grouped_columns_kernel<T, eights.value, true>, call);
+    });
+  }
   return with_eights<T>(g, [&](auto eights, auto three) {
     return g.in % kVectorSize<T> ? run(grouped_kernel<T, eights.value, false, three.value>, GroupedCall(g))
                                  : run(grouped_kernel<T, eights.value, true, three.value>, GroupedCall(g));
@@ -87,6 +88,7 @@ Status grouped_dweight(LaunchSequence &launch, const Grouped &g, const T *dy, co
     if (g.columns) {
       DeviceLimits limits;
       AOT_TRY(device_limits(launch.op(), &limits));
+      AOT_TRY(bind_device(launch.op()));  // for the driver, which encodes tensor maps
       GroupedColumns call = {GroupedCall(g), {}, {}};
       const auto &h = g.h, &w = g.w;
       if (limits.major >= 9 &&

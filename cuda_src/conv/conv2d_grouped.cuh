@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(256)
     int k = step * kStep + (word * 4 + lane % 4) * kWord, tap = k / g.chunk, of_chunk = k % g.chunk;
     int taps = h.taps * w.taps;
     if (g.columns) {  // three rows of the kernel for each step's terms of one
-      const int row = step % 3, of_row = g.chunk % 8 ? lane % 4 * 2 + word : word * 4 + lane % 4;
+      const int row = step % 3, of_row = g.chunk % kVectorSize<T> ? lane % 4 * 2 + word : word * 4 + lane % 4;
       k = step / 3 * kStep + of_row * kWord, taps = 3 * w.taps;
       tap = k / g.chunk < w.taps ? (g.h.unit < 0 ? 2 - row : row) * w.taps + k / g.chunk : taps;
       of_chunk = k % g.chunk;

@@ -210,7 +210,8 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
   constexpr double kLine = 1.5;  // vectors of 16 bytes that a pixel's first and last sectors have besides
   g->chunk = g->in <= g->wide() ? g->in : kGroupedChunk / 16 * g->vector;
   g->chunks = divide_up(g->in, g->chunk);
-  if (by_columns && (g->vector < 8 || !grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % 4)) return false;
+  if (by_columns && (g->three || !grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % (g->vector / 2)))
+    return false;
   const int rounds = divide_up(g->w.phase[0].taps * g->chunk, g->terms());
   if (by_columns) g->first_step[1] = 3 * rounds;
   for (int p = 0; !by_columns && p < g->phases(); ++p) {

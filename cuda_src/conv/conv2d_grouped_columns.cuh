@@ -1,9 +1,11 @@
 // conv2d_grouped.cuh's passes for kernels of three rows, undilated and of stride 1 along them. What is read of shared
 // memory is used for all three elements of a column of the kernel:
 //
-//   y, dx      A unit has 4 rows of 8 positions. Six rows of 8 pixels of the source, of the same 16 terms of a row of
+//   y, dx      In 16 bits and TF32. A unit has 4 rows of 8 positions. Six rows of 8 pixels of the source, of the same
+//   16 terms of a row of
 //              the kernel, are the operands of its 4 rows for three rows of the kernel: 3 ldmatrix in place of 6.
-//   dweight    A warp has the elements of a column of the kernel, and goes down strips of 8 columns, two rows at a
+//   dweight    In 16 bits. A warp has the elements of a column of the kernel, and goes down strips of 8 columns, two
+//   rows at a
 //              time, which are the 16 positions of a product: of the four rows of x that they meet, two are new.
 //
 // From compute capability 9.0 on TMA loads windows, with zeros outside of images: one thread starts it, and pixels have
@@ -72,12 +74,13 @@ struct GroupedStages {
   }
 };
 
-// kTerms: neighbouring channels that each lane reads, 8 by ldmatrix, or 4.
-template <typename T, int kEights, int kTerms>
+// kWhole: each lane reads neighbouring channels of a vector by ldmatrix, or else of half of one.
+template <typename T, int kEights, bool kWhole>
 __global__ void __launch_bounds__(256, 3)
     grouped_columns_kernel(const __grid_constant__ GroupedColumns call, const T *source, const uint2 *weight,
                            const T *bias, T *result) {
-  constexpr int kUnit = kGroupedUnit, kRows = 3, kBuffers = kEights <= 2 ? 2 : 1, kPerRound = 16 / kTerms;
+  constexpr int kUnit = kGroupedUnit, kRows = 3, kBuffers = kEights <= 2 ? 2 : 1, kPerRound = kWhole ? 2 : 4;
+  constexpr int kVector = kVectorSize<T>, kSize = sizeof(T), kTerms = 2 * kVector / kPerRound;
   extern __shared__ __align__(128) char boxes[];
   __shared__ uint64_t full[2];
   const GroupedCall &c = call.c;
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(256, 3)
   for (int i = threadIdx.x; i < rounds * kPerRound; i += blockDim.x) {
     const GroupedPhase &w = g.w.phase[0];
     const int tap = i * kTerms / g.chunk, column = tap * g.w.unit + w.first - g.w.lowest;
-    offsets[i] = tap < w.taps ? column * g.pixel + (i * kTerms - tap * g.chunk) * 2 : -1;
+    offsets[i] = tap < w.taps ? column * g.pixel + (i * kTerms - tap * g.chunk) * kSize : -1;
   }
   if (!kGroupedTma) write_pixels(c, pixels);
   if (threadIdx.x < 4) zeros[threadIdx.x] = 0;
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(256, 3)
   const int unit = warp_index() % g.units, share = warp_index() / g.units, shares = blockDim.x / 32 / g.units;
   const int line = g.window_w * g.pixel;  // bytes
   // of ldmatrix, a lane's row is a pixel of the first or the second row, and the first or the second 8 terms
-  const int first = unit * kUnit + (kTerms == 8 ? lane % 16 : lane / 4);
+  const int first = unit * kUnit + (kWhole ? lane % 16 : lane / 4);
   const int place = row_of(first) * line + column_of(first) * g.w.step * g.pixel;
 
   const unsigned tiles = static_cast<unsigned>(g.tiles());
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(256, 3)
   wait_for_kernel_before();
   auto load = [&](unsigned index, int chunk, int stage) {
     const GroupedTile tile(g, index);
-    const int channel = block.first_channel(g, chunk) / 8 * 8;
+    const int channel = block.first_channel(g, chunk) / kVector * kVector;
     const bool weight_too = g.chunks > 1 || index == blockIdx.x;
     const int64_t at = (int64_t{block.group} * g.parts + block.part) * g.part_words() + chunk * g.chunk_words();
     const char *from = reinterpret_cast<const char *>(weight) + at * 4;
@@ -147,23 +150,23 @@ __global__ void __launch_bounds__(256, 3)
     if (!kGroupedTma) commit_copies();
     pipeline.wait();
     const GroupedTile tile(g, index);
-    const uint32_t window = shared_address(boxes) + stage * windows + block.first_channel(g, chunk) % 8 * 2;
+    const uint32_t window = shared_address(boxes) + stage * windows + block.first_channel(g, chunk) % kVector * kSize;
     const char *const operands = weights + (g.chunks > 1 ? stage * chunk_bytes : 0);
 
     // sums of a group's 8s of results from `piece` on
     auto add = [&](int group, int piece) {
-      const uint32_t from = window + group * g.in * 2 + place;
+      const uint32_t from = window + group * g.in * kSize + place;
       const uint2 *b_at =
           reinterpret_cast<const uint2 *>(operands + group * g.chunk_words() * 4) + piece * kEights * 32 + lane;
       const int b_step = g.pieces * kEights * 32;
-      const int *at = offsets + (kTerms == 8 ? lane / 16 : lane % 4);
+      const int *at = offsets + (kWhole ? lane / 16 : lane % 4);
       uint32_t a[kBuffers][6][2];  // of each row of 8 pixels: the first and the second 8 terms
       auto load_rows = [&](int i) {
         const int offset = *at;
         const uint32_t row = offset < 0 ? shared_address(zeros) : from + offset;
         const uint32_t apart = offset < 0 ? 0 : line;
         at += kPerRound;
-        if constexpr (kTerms == 8) {
+        if constexpr (kWhole) {
 #pragma unroll
           for (int two = 0; two < 3; ++two) {
             uint32_t words[4];
@@ -175,6 +178,11 @@ __global__ void __launch_bounds__(256, 3)
 #pragma unroll
           for (int r = 0; r < 6; ++r) load_words(a[i][r], row + r * apart);
         }
+        if constexpr (sizeof(T) == 4 && !kGroupedTma)  // TMA rounds what it loads
+#pragma unroll
+          for (auto &row : a[i])
+#pragma unroll
+            for (uint32_t &word : row) word = product_word(__uint_as_float(word), false);
       };
       auto multiply = [&](int i) {
 #pragma unroll
@@ -225,7 +233,7 @@ __global__ void __launch_bounds__(256, 3)
         if (of_part >= g.part) continue;
 #pragma unroll
         for (int m = 0; m < 4; ++m)
-          store_pair<T>(mine + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * 2,
+          store_pair<T>(mine + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * kSize,
                         sums[m / 2][e][m % 2 * 2], sums[m / 2][e][m % 2 * 2 + 1]);
       }
     };
@@ -235,7 +243,7 @@ __global__ void __launch_bounds__(256, 3)
       const int rows = min(g.rows, g.h.result - tile.row), cols = min(g.cols, g.w.result - tile.column);
       const int64_t row = int64_t{tile.image} * g.h.result + tile.row;
       T *const to = result + (row * g.w.result + tile.column) * g.result_pitch + first;
-      const int vectors = g.result_channels / 8, n = kUnit * vectors;
+      const int vectors = g.result_channels / kVector, n = kUnit * vectors;
       for (int i = begin; i < n; i += kAtOnce * apart) {
         uint4 value[kAtOnce];
         int at[kAtOnce];
@@ -245,8 +253,8 @@ __global__ void __launch_bounds__(256, 3)
           const int position = c.by_result_vectors.divide(k), v = k - position * vectors;
           const int2 spot = spots[unit * kUnit + position];
           const bool there =
-              i + j * apart < n && (spot.y >> 16) < rows && (spot.y & 0xffff) < cols && first + v * 8 < end;
-          at[j] = there ? spot.x + v * 8 : -1;
+              i + j * apart < n && (spot.y >> 16) < rows && (spot.y & 0xffff) < cols && first + v * kVector < end;
+          at[j] = there ? spot.x + v * kVector : -1;
           value[j] = *reinterpret_cast<const uint4 *>(mine + position * g.result_pixel + v * 16);
         }
 #pragma unroll
