@@ -22,6 +22,7 @@ struct Conv2dGemm {
   const void *bias;   // of y, or null
   void *to;           // the result; for dweight with slices, (slices, ...) partial sums in float32
   int slices;         // split-K; 0: the sum is not split
+  int groups = 1;     // more on sm_90 only, in 16 bits: `channels` and `out_channels` are of all
 
   // for sm_90 only
   Strides to_strides;    // of y or dx, in any layout
@@ -44,10 +45,10 @@ struct Conv2dGemm {
 Status conv2d_cutlass_16(const char *op, const Conv2dGemm &p, void *stream);
 Status conv2d_cutlass_32(const char *op, const Conv2dGemm &p, void *stream);
 
-// wgmma, compute capability 9.0: 16-bit dtypes, float32 in three parts, and TF32. dx of TF32 takes the weight
-// transposed, with output channels contiguous, and dweight HWCN. conv2d_sm90_takes: whether the GEMM is supported;
-// if so, it sets p->slices, to at most max_slices. unsplit: whether the kernel may write the result itself if one slice
-// suffices; else dweight's single slice is partial sums as well.
+// wgmma, compute capability 9.0: 16-bit dtypes, also with groups of multiples of 64 channels and outputs, float32 in
+// three parts, and TF32. dx of TF32 takes the weight transposed, with output channels contiguous, and dweight HWCN.
+// conv2d_sm90_takes: whether the GEMM is supported; if so, it sets p->slices, to at most max_slices. unsplit: whether
+// the kernel may write the result itself if one slice suffices; else dweight's single slice is partial sums as well.
 bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unsplit);
 Status conv2d_sm90(LaunchSequence &launch, const Conv2dGemm &p);
 // Packs float32 from either layout in NHWC, in three parts: channels are whole vectors of eight, aligned to 16 bytes.

@@ -45,7 +45,8 @@ struct Conv2dParams {
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
   //   depthwise      a group for each channel (conv2d_depthwise.h)
-  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h)
+  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h); in 16 bits, of multiples of
+  //                  64, the implicit GEMM on compute capability 9.0
   //   direct         any call
   enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise, grouped };
   // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
@@ -233,6 +234,22 @@ struct Conv2dParams {
     return g->slices = static_cast<int>(std::clamp<int64_t>(kFullGrid / blocks, 1, g->tiles())), true;
   }
 
+  // Whether groups in 16 bits are of whole boxes of the implicit GEMM's channels and outputs (conv2d_wgmma.cuh).
+  // Compute capability 9.0 alone has the kernels, as those of a plan's `three`; elsewhere conv2d_grouped.h's take the
+  // call, if they do, or the direct ones.
+  static constexpr int64_t kGroupBox = 64;
+  bool takes_boxes(const Conv2dShape &s, DType dtype) const {
+    constexpr int64_t kMost = 1 << 30;  // with a tile's overhang
+    return kHasSm90 && itemsize(dtype) == 2 && (s.channels / groups | s.out_channels / groups) % kGroupBox == 0 &&
+           s.batch * std::max(s.height * s.width, s.out_h * s.out_w) < kMost;
+  }
+  // Slices of dweight, at most: an H200's multiprocessors have two blocks each of three boxes, or as few.
+  int64_t boxes_slices(const Conv2dShape &s) const {
+    const int64_t boxes = s.out_channels / kGroupBox * s.kernel() * (s.channels / groups / kGroupBox);
+    const int64_t steps = divide_up(s.pixels(), kGroupBox);
+    return std::clamp<int64_t>(3 * kFullGrid / boxes, 1, divide_up(steps, 4));
+  }
+
   // Whether a 1 x 1 kernel on NCHW is a product for each image, without packing. In 16 bits the implicit GEMM is
   // faster, even though those tensors must be packed.
   bool pointwise(const Conv2dShape &s, DType dtype) const {
@@ -282,7 +299,7 @@ struct Conv2dParams {
     bool packed_x = false, packed_y = false;
     int64_t channels = 0, out_channels = 0;      // padded to whole vectors
     int64_t x = 0, weight = 0, y = 0, bias = 0;  // packed tensors
-    int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
+    int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one; of groups, of boxes
     int64_t few_dweight = 0, few_dx = 0;         // of few channels: the same in all; the weight
     int64_t depthwise_dweight = 0;               // the same, depthwise
     Grouped grouped_images, grouped_dweight;     // y's pass or dx's, and dweight's
@@ -298,7 +315,7 @@ struct Conv2dParams {
     bool any(Kernels k) const { return of_y == k || of_dx == k || of_dweight == k; }
     int64_t forward() const {
       if (of_y == few_channels || of_y == depthwise || of_y == direct) return 0;
-      if (of_y == Kernels::grouped) return x + y + grouped_images.words();
+      if (of_y == Kernels::grouped) return x + y + std::max(grouped_images.words(), weight);
       return std::max(packed ? weight + y + x : 0, three_weight + three_x) + bias + library;
     }
     // packed x takes the place of packed dx; what kernels of few channels use is free before and after
@@ -306,7 +323,7 @@ struct Conv2dParams {
       return std::max(
                  {weight + (packed ? y + x : 0) + hwcn_x + hwcn_y + std::max(slices, planes_slices) * slice + library,
                   three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx, depthwise_dweight,
-                  x + y + std::max(grouped_images.words(), grouped_dweight.sums())}) +
+                  x + y + std::max({grouped_images.words(), grouped_dweight.sums(), weight + slices * slice})}) +
              dbias;
     }
   };
@@ -344,7 +361,7 @@ struct Conv2dParams {
                  Grouped *g) const {
     Depthwise d;
     if (depthwise_call(s, dtype, pass, &d)) return depthwise;
-    if (grouped_fits(s, dtype) && grouped_takes(s, dtype, pass, g)) return grouped;
+    if (grouped_fits(s, dtype) && (grouped_takes(s, dtype, pass, g) || takes_boxes(s, dtype))) return grouped;
     if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
     if (x_is_patches(s, dtype)) return patches;
     if (are_patches(s, dtype)) return few && before_patches ? few_channels : patches;
@@ -415,6 +432,10 @@ struct Conv2dParams {
       p.packed_x = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
       p.x = p.packed_x ? words(s.batch * s.height * s.width * p.channels, size) : 0;
       p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
+      if (takes_boxes(s, dtype)) {
+        p.slice = s.out_channels * s.kernel() * (s.channels / groups);
+        p.weight = words(p.slice, size), p.slices = boxes_slices(s);
+      }
       return p;
     }
     if (!p.any(implicit_gemm) && !products) return p;

@@ -73,6 +73,8 @@ constexpr TileTimes kTimes<LinesTile, false> = {610, 3000, 610};
 template <>
 constexpr TileTimes kTimes<DweightPair, true> = {221, 1595, 441};
 template <>
+constexpr TileTimes kTimes<DweightTriple, true> = {330, 2000, 330};  // of groups
+template <>
 constexpr TileTimes kTimes<DweightTripleRows, true> = {329, 920, 670};
 template <>
 constexpr TileTimes kTimes<DweightSix, true> = {505, 4500, 505};
@@ -128,10 +130,33 @@ auto with_tile(const Conv2dWgmma &p, F f) {
   }
 }
 
+// The same with groups, whose kernels are others, so that they have few tiles: of one group along the columns (dweight:
+// the rows). NCHW has OneColumnTile, and groups of 64 take DeepTile else.
+template <Conv2dGemm::Pass kPass, class F>
+auto with_tile_of_group(const Conv2dWgmma &p, F f) {
+  const bool pairs = p.group_boxes % 2 == 0;
+  if constexpr (kPass == Conv2dGemm::dweight) {
+    auto with = [&](auto... more) {
+      return with_fastest<kPass>(p, f, Type<DweightTriple>(), Type<DweightTripleRows>(), more...);
+    };
+    return pairs ? with(Type<DweightSix>()) : with();
+  } else {
+    auto with = [&](auto... more) {
+      return with_fastest<kPass>(p, f, Type<OneColumnTile>(), Type<DeepTile>(), more...);
+    };
+    return pairs ? with(Type<LinesTile>()) : with();
+  }
+}
+
 // Slices of the sum, at most `most`, with the tile to use.
 template <Conv2dGemm::Pass kPass>
 int count_slices(const Conv2dWgmma &p, int most) {
   return with_tile<kPass>(p, [&](auto type) { return count_slices<typename decltype(type)::type, kPass>(p, most); });
+}
+
+int slices_of_groups(const Conv2dWgmma &p, int most) {
+  return with_tile_of_group<Conv2dGemm::dweight>(
+      p, [&](auto type) { return count_slices<typename decltype(type)::type, Conv2dGemm::dweight>(p, most); });
 }
 
 // The least estimate for y, or dx, which is the same.
@@ -214,6 +239,9 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   if (!fits || p->stride_h > 8 || p->stride_w > 8) return false;
   // TMA loads short rows slowly
   if ((dx ? p->out_channels : p->channels) < 32) return false;
+  // A box of a group's channels has no others: zeros in the place of these would make NaN of infinities.
+  if (p->groups > 1 && (itemsize(p->dtype) != 2 || (p->channels / p->groups | p->out_channels / p->groups) % kBox))
+    return false;
   // Not worth it for tiny tensors, for which some drivers encode wrong maps.
   const int64_t image = int64_t{p->height} * p->width * p->channels,
                 out = int64_t{p->out_h} * p->out_w * p->out_channels;
@@ -221,7 +249,8 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   if (p->three) return p->slices = dweight ? slices_of_three(wgmma_params(*p), max_slices) : 0, true;
   if (p->hwcn) return p->slices = slices_of_hwcn(wgmma_params(*p), max_slices), true;
   // y and dx: in each launch, because the phases of a strided dx have sums of different lengths
-  p->slices = dweight ? count_slices<Conv2dGemm::dweight>(wgmma_params(*p), max_slices) : 0;
+  const auto count = p->groups > 1 ? slices_of_groups : count_slices<Conv2dGemm::dweight>;
+  p->slices = dweight ? count(wgmma_params(*p), max_slices) : 0;
   if (p->slices <= 1) p->slices = unsplit ? 0 : 1;
   return true;
 }
@@ -243,6 +272,12 @@ Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
   });
 }
 
+template <Conv2dGemm::Pass kPass, typename T>
+Status run_groups(LaunchSequence &launch, const Conv2dWgmma &p) {
+  return with_tile_of_group<kPass>(
+      p, [&](auto type) { return launch_wgmma<T, kPass, TileOfGroup<typename decltype(type)::type>>(launch, p); });
+}
+
 // All phases in one kernel. Their blocks start in the order of their sums' lengths, so that the short ones fill what
 // the long ones leave.
 Status phases_of(const char *op, const Conv2dGemm &c, Conv2dPhases *to) {
@@ -261,6 +296,8 @@ template <typename T>
 Status run_phases(LaunchSequence &launch, const Conv2dGemm &c) {
   Conv2dPhases all;
   AOT_TRY(phases_of(launch.op(), c, &all));
+  if constexpr (sizeof(T) == 2)
+    if (c.groups > 1) return launch_phases<T, TileOfGroup<OneColumnTile>>(launch, all);
   return with_fastest_of_phases(all, [&](auto type) {
     using Tile = typename decltype(type)::type;
     if constexpr (sizeof(T) == 4 && Tile::kSwapped) return kOk;  // not supported
@@ -276,7 +313,7 @@ Status run(LaunchSequence &launch, const Conv2dGemm &c) {
   if (strided && !clears(c)) return run_phases<T>(launch, c);
   if (strided) p.clear_h = c.stride_h, p.clear_w = c.stride_w;
   if constexpr (sizeof(T) == 2)
-    if (takes_rows(c)) {
+    if (c.groups == 1 && takes_rows(c)) {
       const RowsChoice choice = choose_rows(c);
       p.by_boxes = true;
       // 3 % for what was not measured; a launch that overlaps spares a microsecond
@@ -288,7 +325,11 @@ Status run(LaunchSequence &launch, const Conv2dGemm &c) {
       return with_tile_of_hwcn(p, [&](auto type) {
         return launch_wgmma<float, Conv2dGemm::dweight, typename decltype(type)::type>(launch, p);
       });
-  return with_pass(c.pass, [&](auto pass) { return run_one<pass.value, T>(launch, p); });
+  return with_pass(c.pass, [&](auto pass) {
+    if constexpr (sizeof(T) == 2)
+      if (c.groups > 1) return run_groups<pass.value, T>(launch, p);
+    return run_one<pass.value, T>(launch, p);
+  });
 }
 
 Status run_three(LaunchSequence &launch, const Conv2dGemm &c) {

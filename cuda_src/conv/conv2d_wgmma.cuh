@@ -12,6 +12,9 @@
 // transposed. TF32 must be K-major: dx then takes the weight as (channels, outputs), and dweight takes dy and x in HWCN
 // (conv2d_hwcn.cuh): a step is of 32 images of a pixel. float32 in three parts (conv2d_parts.cuh) has 16-bit operands:
 // a step's boxes are loaded of all parts, and six products of them added.
+//
+// Groups have multiples of 64 channels and of outputs each. The columns of a tile (dweight: the rows) are of one group,
+// whose channels (dx: outputs) alone are loaded for it.
 #pragma once
 #include "conv2d_gemm.h"
 #include "cuda/overlap.cuh"
@@ -41,6 +44,7 @@ struct WgmmaTile {
   static constexpr int kGroups = kRowGroups * kColGroups, kOutBoxes = kOutBoxes_;
   static constexpr bool kSwapped = kSwapped_;
   static constexpr int kParts = kParts_;
+  static constexpr bool kByGroup = false;
   static constexpr int kThreads = kGroups * 128 + 32;
   static constexpr int kPartBytes = (kRowBoxes + kColBoxes) * kBoxBytes, kStageBytes = kParts * kPartBytes;
   static constexpr int kOut = kStages * kStageBytes;
@@ -52,6 +56,12 @@ struct WgmmaTile {
       !kSwapped && kBlocks == 1 && kBoxesBytes >= kRowBoxes * kColBoxes * kBox * kBox * static_cast<int>(sizeof(float));
 };
 
+// The same tile of a call with groups. A kernel without them has no division by a group's boxes.
+template <class Tile>
+struct TileOfGroup : Tile {
+  static constexpr bool kByGroup = true;
+};
+
 struct Conv2dWgmma {
   CUtensorMap a, b;
   CUtensorMap result;  // y, dx: if `by_boxes`
@@ -59,7 +69,14 @@ struct Conv2dWgmma {
   int columns;         // y, dx: of the result; dweight: of one kernel element, which is channels
   int steps;           // of the mainloop: boxes along the sum
   int depth;           // y, dx: boxes along the channels of a kernel element's sum; dweight: boxes along channels
-  int a_part, b_part;  // of three parts: channels from one to the next
+  union {
+    int a_part;          // of three parts: channels from one to the next
+    int group_channels;  // of groups: channels from one to the next, of x or in dx of dy
+  };
+  union {
+    int b_part;
+    int group_boxes;  // of groups: boxes of one along the columns, dweight: along the rows
+  };
   int kernel, kernel_w;
   // dx: weight's kernel element for dy's first one, and from one of dy's rows and columns on. dweight in TF32: `tap`
   // boxes along the images.
@@ -182,6 +199,9 @@ struct WgmmaBlock {
     PixelAt rows[Tile::kRowBoxes];
     for (int i = 0; i < Tile::kRowBoxes; ++i) rows[i] = pixel((at.row_box + i) * kBox);
     int k = at.first_step / p.depth, d = at.first_step % p.depth;
+    const int group = Tile::kByGroup ? at.col_box / p.group_boxes : 0;
+    const int of_group = Tile::kByGroup ? group * p.group_channels : 0;       // its first term
+    const int first_col = Tile::kByGroup ? group * p.group_boxes * kBox : 0;  // and column
     for (int step = at.first_step; step < at.last_step; ++step) {
       const int stage = next(), k_w = k % p.kernel_w, k_h = k / p.kernel_w;
       const int tap = kPass == Conv2dGemm::y ? k : p.tap + k_h * p.tap_h + k_w * p.tap_w;
@@ -190,12 +210,13 @@ struct WgmmaBlock {
         const int a = part * p.a_part, b = part * p.b_part;
 #pragma unroll
         for (int i = 0; i < Tile::kRowBoxes; ++i)
-          tma_load(p.a, a_box(stage, i, part), &full[stage], a + d * kDepth, rows[i], k_w * p.dilation_w,
+          tma_load(p.a, a_box(stage, i, part), &full[stage], of_group + a + d * kDepth, rows[i], k_w * p.dilation_w,
                    k_h * p.dilation_h);
 #pragma unroll
         for (int j = 0; j < Tile::kColBoxes; ++j) {
           const int col = (at.col_box + j) * kBox;
-          if (kTransposedB) tma_load(p.b, b_box(stage, j, part), &full[stage], b + col, tap, d * kDepth);
+          if (kTransposedB)
+            tma_load(p.b, b_box(stage, j, part), &full[stage], b + col - first_col, tap, of_group + d * kDepth);
           else tma_load(p.b, b_box(stage, j, part), &full[stage], b + d * kDepth, tap, col);
         }
       }
@@ -214,6 +235,7 @@ struct WgmmaBlock {
       cols[j] = {(there ? box % p.depth : p.depth * Tile::kParts) * kBox, there ? k % p.kernel_w * p.dilation_w : 0,
                  there ? k / p.kernel_w * p.dilation_h : 0};
     }
+    const int of_group = Tile::kByGroup ? at.row_box / p.group_boxes * p.group_channels : 0;
     for (int step = at.first_step; step < at.last_step; ++step) {
       const int stage = next();
       const int first = kTf32 ? step / p.tap : step * kBox, image = kTf32 ? step % p.tap * kDepth : 0;
@@ -231,7 +253,8 @@ struct WgmmaBlock {
         for (int j = 0; j < Tile::kColBoxes; ++j) {
           if constexpr (kTf32)
             tma_load(p.b, b_box(stage, j), &full[stage], image, cols[j].c, pixels.w + cols[j].w, pixels.h + cols[j].h);
-          else tma_load(p.b, b_box(stage, j, part), &full[stage], b + cols[j].c, pixels, cols[j].w, cols[j].h);
+          else
+            tma_load(p.b, b_box(stage, j, part), &full[stage], of_group + b + cols[j].c, pixels, cols[j].w, cols[j].h);
         }
       }
     }
@@ -644,6 +667,7 @@ struct DxTaps {
 inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_w = 0) {
   const bool dx = c.pass == Conv2dGemm::dx, dweight = c.pass == Conv2dGemm::dweight;
   const int box_depth = static_cast<int>(kBoxRow / itemsize(c.factors()));
+  const int channels = c.channels / c.groups, out_channels = c.out_channels / c.groups;
   auto boxes = [](int64_t n, int size) { return static_cast<int>(ceil_div(n, size)); };
   Conv2dWgmma p = {};
   p.kernel = c.kernel(), p.kernel_w = c.kernel_w, p.dilation_h = c.dilation_h, p.dilation_w = c.dilation_w;
@@ -660,10 +684,12 @@ inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_
     p.to_strides.row *= c.stride_h, p.to_strides.column *= c.stride_w;
   }
   p.rows = dweight ? c.out_channels : c.batch * p.map_h * p.map_w;
-  p.columns = dweight ? c.channels : c.to_channels;
-  p.depth = dweight ? boxes(c.channels, kBox) : boxes(dx ? c.out_channels : c.channels, box_depth);
+  p.columns = dweight ? channels : c.to_channels;
+  p.depth = dweight ? boxes(channels, kBox) : boxes(dx ? out_channels : channels, box_depth);
   p.steps = dweight ? boxes(c.pixels(), box_depth) : p.kernel * p.depth;
   p.a_part = c.pass == Conv2dGemm::y ? c.channels : c.out_channels, p.b_part = c.channels;
+  if (c.groups > 1)
+    p.group_channels = dx ? out_channels : channels, p.group_boxes = (dx ? channels : out_channels) / kBox;
   p.slices = c.slices, p.pairs = c.whole_vectors, p.independent = c.independent, p.bias = c.bias;
   if (c.hwcn) p.tap = boxes(c.batch, box_depth), p.steps = c.out_h * c.out_w * p.tap;
   p.to = static_cast<char *>(c.to) +
@@ -714,7 +740,7 @@ inline bool map_operands(const Conv2dGemm &c, Conv2dWgmma *p) {
     return false;
   const bool transposed = dx && dtype == DType::float32;
   return map_tiled<3>(&p->b, dtype, c.b,
-                      {uint64_t(transposed ? out_channels : channels), uint64_t(c.kernel()),
+                      {uint64_t(transposed ? out_channels : channels / c.groups), uint64_t(c.kernel()),
                        uint64_t(transposed ? c.to_channels : c.out_channels)},
                       {c.b_tap, c.b_row}, {box_depth, 1, kBox});
 }

@@ -248,6 +248,22 @@ __global__ void __launch_bounds__(kDirectBlock)
 
 // ----------------------------------------------------------------------------------------------------------- launchers
 
+// An implicit GEMM of a call, of so many channels and outputs of a pixel; without tensors.
+Conv2dGemm gemm_of(const Conv2dParams &params, const Conv2dShape &s, DType dtype, int64_t channels,
+                   int64_t out_channels) {
+  Conv2dGemm p = {};
+  p.dtype = dtype, p.tf32 = params.allow_tf32;
+  p.batch = s.batch, p.height = s.height, p.width = s.width;
+  p.channels = channels, p.out_channels = out_channels, p.groups = params.groups;
+  p.kernel_h = s.kernel_h, p.kernel_w = s.kernel_w, p.out_h = s.out_h, p.out_w = s.out_w;
+  p.stride_h = params.stride.value[0], p.stride_w = params.stride.value[1];
+  p.padding_h = params.padding.value[0], p.padding_w = params.padding.value[1];
+  p.dilation_h = s.kernel_h > 1 ? params.dilation.value[0] : 1;
+  p.dilation_w = s.kernel_w > 1 ? params.dilation.value[1] : 1;
+  p.b_tap = channels / params.groups, p.b_row = s.kernel() * p.b_tap;
+  return p;
+}
+
 // A call as an implicit GEMM, of tensors that are packed into the workspace first if the kernels cannot take them.
 template <typename T>
 class ImplicitGemmCall {
@@ -256,15 +272,7 @@ class ImplicitGemmCall {
                    DType dtype, const Tensor &workspace, cudaStream_t stream)
       : call_(params, s), plan_(plan), launch_(op, stream), next_(workspace.as<float>()) {
     supported_ = workspace && aligned(workspace.data) && plan_.any(params.implicit_gemm) && within_limits(params);
-    p_.dtype = dtype, p_.tf32 = params.allow_tf32;
-    p_.batch = s.batch, p_.height = s.height, p_.width = s.width;
-    p_.channels = plan_.channels, p_.out_channels = plan_.out_channels;
-    p_.kernel_h = s.kernel_h, p_.kernel_w = s.kernel_w, p_.out_h = s.out_h, p_.out_w = s.out_w;
-    p_.stride_h = params.stride.value[0], p_.stride_w = params.stride.value[1];
-    p_.padding_h = params.padding.value[0], p_.padding_w = params.padding.value[1];
-    p_.dilation_h = s.kernel_h > 1 ? params.dilation.value[0] : 1;
-    p_.dilation_w = s.kernel_w > 1 ? params.dilation.value[1] : 1;
-    p_.b_tap = plan_.channels, p_.b_row = s.kernel() * plan_.channels;
+    if (supported_) p_ = gemm_of(params, s, dtype, plan_.channels, plan_.out_channels);
   }
 
   // Whether the call is supported with y or dy, x or dx, and weight or dweight.
@@ -713,6 +721,97 @@ class GroupedImages {
   bool supported_;
 };
 
+// Groups of multiples of 64 channels and outputs as an implicit GEMM, on compute capability 9.0: NHWC is read as it is,
+// NCHW packed into the workspace first.
+template <typename T>
+class GroupedGemmCall {
+ public:
+  GroupedGemmCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, const Conv2dParams::Plan &plan,
+                  DType dtype, const Tensor &workspace, cudaStream_t stream)
+      : call_(params, s), plan_(plan), launch_(op, stream), next_(workspace.as<float>()) {
+    supported_ = plan.any(params.grouped) && plan.slices > 0 && workspace && aligned(workspace.data);
+    if (supported_) p_ = gemm_of(params, s, dtype, s.channels, s.out_channels);
+  }
+
+  // *taken: whether kernels take the call, with these tensors.
+  Status y(const T *x, const T *weight, const T *bias, T *y, bool *taken) {
+    Conv2dGemm p = p_;
+    p.pass = Conv2dGemm::y, p.whole_vectors = !plan_.packed_y, p.bias = bias;
+    p.to = y, p.to_strides = call_.y, p.to_channels = call_.s.out_channels;
+    if (!(*taken = reads(x, y) && conv2d_sm90_takes(launch_.op(), &p, 1, true))) return kOk;
+    T *x_at = take(plan_.x), *weight_at = take(plan_.weight);
+    AOT_TRY(pack_weight(&weight, weight_at));
+    AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at));
+    p.a = x, p.b = weight;
+    return conv2d_sm90(launch_, p);
+  }
+
+  // Computes those of dx and dweight that are wanted and that kernels take, and sets *dx_left and *dweight_left,
+  // whether they are wanted, to false.
+  Status backward(const T *dy, const T *x, const T *weight, T *dx, T *dweight, bool *dx_left, bool *dweight_left) {
+    const Conv2dShape &s = call_.s;
+    T *x_at = take(plan_.x), *dy_at = take(plan_.y), *weight_at = take(plan_.weight);
+    // A phase of a strided dx would write single elements of every other pixel of NCHW: dx takes the place of x first.
+    const bool apart = plan_.packed_x && p_.stride_w > 1;
+    Conv2dGemm of_dx = p_, of_dweight = p_;
+    of_dx.pass = Conv2dGemm::dx, of_dx.to_channels = s.channels, of_dx.whole_vectors = apart || !plan_.packed_x;
+    of_dx.to = apart ? x_at : dx, of_dx.to_strides = apart ? strides(true, s.channels, s.height, s.width) : call_.x;
+    of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
+    const bool takes_dx = *dx_left && reads(dy, dx) && conv2d_sm90_takes(launch_.op(), &of_dx, 1, true);
+    const bool takes_dweight =
+        *dweight_left && reads(dy, x) &&
+        conv2d_sm90_takes(launch_.op(), &of_dweight, static_cast<int>(plan_.slices), call_.nhwc && aligned(dweight));
+    if (!takes_dx && !takes_dweight) return kOk;
+
+    // Packing comes first, so that dweight's kernel may overlap dx's.
+    AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(), dy_at));
+    if (takes_dx) AOT_TRY(pack_weight(&weight, weight_at));
+    if (takes_dweight) AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at));
+    of_dx.a = of_dweight.a = dy, of_dx.b = weight, of_dweight.b = x;
+    if (takes_dx && !apart) AOT_TRY(conv2d_sm90(launch_, of_dx));
+    if (takes_dweight) {
+      of_dweight.to = of_dweight.slices ? static_cast<void *>(next_) : dweight;
+      of_dweight.independent = takes_dx && !apart;
+      AOT_TRY(conv2d_sm90(launch_, of_dweight));
+      Conv2dCall of_group = call_;
+      of_group.s.channels = s.channels / call_.groups;
+      if (of_dweight.slices)
+        AOT_TRY(sum_dweight(of_group, next_, of_dweight.slices, plan_.slice, of_group.s.channels, dweight, launch_));
+    }
+    if (takes_dx && apart) {
+      AOT_TRY(conv2d_sm90(launch_, of_dx));
+      AOT_TRY(unpack(false, x_at, s.channels, x_planes(), dx, launch_));
+    }
+    *dx_left = *dx_left && !takes_dx, *dweight_left = *dweight_left && !takes_dweight;
+    return kOk;
+  }
+
+ private:
+  // Whether TMA takes two images, which are packed or as they are.
+  bool reads(const T *a, const T *b) const { return supported_ && (!call_.nhwc || aligned(a, b)); }
+  T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
+  Planes x_planes() const { return {call_.s.batch, call_.s.channels, call_.s.height * call_.s.width}; }
+  Planes y_planes() const { return {call_.s.batch, call_.s.out_channels, call_.s.out_h * call_.s.out_w}; }
+  Status pack_images(bool packed, const T **images, Planes planes, T *to) {
+    if (!packed) return kOk;
+    AOT_TRY(pack(false, *images, planes, to, planes.images, planes.channels, launch_));
+    return *images = to, kOk;
+  }
+  Status pack_weight(const T **weight, T *to) {
+    if (call_.nhwc && aligned(*weight)) return kOk;
+    const Planes planes = {call_.s.out_channels, call_.s.channels / call_.groups, call_.s.kernel()};
+    AOT_TRY(pack(call_.nhwc, *weight, planes, to, planes.images, planes.channels, launch_));
+    return *weight = to, kOk;
+  }
+
+  const Conv2dCall call_;
+  const Conv2dParams::Plan &plan_;
+  LaunchSequence launch_;
+  float *next_;  // unused workspace
+  bool supported_;
+  Conv2dGemm p_ = {};
+};
+
 template <typename T>
 Status direct_dx(const Conv2dCall &c, const T *dy, const T *weight, T *dx, cudaStream_t stream) {
   const int64_t n = c.s.batch * c.s.channels * c.s.height * c.s.width;
@@ -776,8 +875,15 @@ Status conv2d_cuda(const Conv2d &op, const Tensor *in, const Tensor *out, void *
       ImplicitGemmCall<T> call(op.name, op, s, plan, in[0].dtype, out[1], stream);
       if (implicit_gemm && plan.of_y == op.implicit_gemm && call.supports(y, x, weight))
         return call.y(x, weight, bias, y);
+      if constexpr (sizeof(T) == 2) {
+        bool taken;
+        GroupedGemmCall<T> gemm(op.name, op, s, plan, in[0].dtype, out[1], stream);
+        AOT_TRY(gemm.y(x, weight, bias, y, &taken));
+        if (taken) return kOk;
+      }
       GroupedImages<T> grouped(op.name, op, s, plan, out[1], stream);
-      if (implicit_gemm && plan.of_y == op.grouped && grouped.supports(x, y)) return grouped.y(x, weight, bias, y);
+      if (implicit_gemm && plan.of_y == op.grouped && plan.grouped_images.groups && grouped.supports(x, y))
+        return grouped.y(x, weight, bias, y);
     }
     conv2d_kernel<<<direct_grid(n), kDirectBlock, 0, stream>>>(Conv2dCall(op, s), x, weight, bias, y, n);
     return check_launch(op.name);
@@ -846,10 +952,15 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
       if (of_dx || of_dweight)
         AOT_TRY(call.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
+      if constexpr (sizeof(T) == 2) {
+        GroupedGemmCall<T> gemm(op.name, op, s, plan, in[0].dtype, out[3], stream);
+        AOT_TRY(gemm.backward(dy, x, weight, dx, dweight, &dx_left, &dweight_left));
+      }
       GroupedImages<T> grouped(op.name, op, s, plan, out[3], stream);
-      const bool dx_grouped = implicit_gemm && dx_left && plan.of_dx == op.grouped && grouped.supports(dx, dy);
-      const bool dweight_grouped =
-          implicit_gemm && dweight_left && plan.of_dweight == op.grouped && grouped.supports(x, dy);
+      const bool dx_grouped = implicit_gemm && dx_left && plan.of_dx == op.grouped && plan.grouped_images.groups &&
+                              grouped.supports(dx, dy);
+      const bool dweight_grouped = implicit_gemm && dweight_left && plan.of_dweight == op.grouped &&
+                                   plan.grouped_dweight.groups && grouped.supports(x, dy);
       if (dx_grouped || dweight_grouped)
         AOT_TRY(grouped.backward(dy, x, weight, dx_grouped ? dx : nullptr, dweight_grouped ? dweight : nullptr));
       dx_left = dx_left && !dx_grouped, dweight_left = dweight_left && !dweight_grouped;

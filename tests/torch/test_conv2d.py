@@ -207,6 +207,21 @@ GROUPED = [
     ((2, 12, 31, 33), 12, (3, 3), {"groups": 6, "stride": 2, "padding": 1}),
     ((2, 132, 15, 15), 132, (3, 3), {"groups": 33, "padding": 1}),
     ((2, 21, 16, 17), 35, (3, 3), {"groups": 7, "padding": 1}),
+    # multiples of 64, which are the implicit GEMM's on compute capability 9.0: of 64, 128 and 192, and two widths. With
+    # a stride of 3 dx is not.
+    ((8, 256, 14, 14), 256, (3, 3), {"groups": 4, "padding": 1}),
+    ((8, 256, 15, 14), 256, (3, 3), {"groups": 4, "stride": 2, "padding": 1}),
+    ((9, 512, 14, 13), 512, (3, 3), {"groups": 4, "padding": 1}),
+    ((9, 256, 15, 16), 256, (3, 3), {"groups": 2, "stride": 2, "padding": 1}),
+    ((7, 384, 9, 10), 384, (1, 1), {"groups": 2}),
+    ((9, 256, 14, 14), 256, (1, 1), {"groups": 2, "stride": 2}),
+    ((5, 128, 17, 16), 256, (5, 5), {"groups": 2, "padding": 2}),
+    ((8, 512, 14, 13), 256, (3, 3), {"groups": 4, "padding": (1, 0)}),
+    ((9, 128, 17, 16), 256, (5, 5), {"groups": 2, "stride": 2, "padding": 2}),
+    ((4, 128, 22, 21), 128, (3, 3), {"groups": 2, "dilation": 2, "padding": 2}),
+    ((5, 128, 22, 21), 128, (3, 2), {"groups": 2, "stride": (1, 2), "dilation": (2, 1), "padding": (2, 0)}),
+    ((4, 128, 40, 41), 128, (3, 3), {"groups": 2, "stride": 3, "padding": (0, 4)}),
+    ((1, 128, 29, 30), 128, (3, 3), {"groups": 2, "padding": 1}),
     # other kernels, strides, paddings and dilations
     ((2, 64, 17, 33), 64, (5, 5), {"groups": 8, "padding": 2}),
     ((2, 48, 19, 17), 48, (7, 1), {"groups": 2, "stride": (1, 2), "padding": (3, 0)}),
@@ -265,14 +280,17 @@ def test_groups_are_exact(grouped, dtype, format):
 @IN_EACH
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(
-    ("channels", "outputs", "groups"),
-    [(2, 2, 9), (3, 5, 5), (4, 4, 33), (6, 10, 4), (8, 8, 7), (16, 16, 5), (24, 24, 3), (32, 8, 3), (64, 64, 2)],
+    ("channels", "outputs", "groups", "images"),
+    [
+        *((2, 2, 9, 2), (3, 5, 5, 2), (4, 4, 33, 2), (6, 10, 4, 2), (8, 8, 7, 2), (16, 16, 5, 2), (24, 24, 3, 2)),
+        *((32, 8, 3, 2), (64, 64, 2, 2), (64, 64, 5, 8), (128, 64, 5, 8), (64, 128, 3, 8)),
+    ],
 )
-def test_what_is_in_a_group_stays_there(channels, outputs, groups, stride, dtype, format):
+def test_what_is_in_a_group_stays_there(channels, outputs, groups, images, stride, dtype, format):
     """NaN or infinities as all of a group's x, weight or dy: no bit of other groups' results differs, and the group has
     no finite result that they are terms of."""
     options = {"groups": groups, "stride": stride, "padding": 1}
-    tensors = of_integers((2, channels * groups, 10, 12), outputs * groups, (3, 3), options)
+    tensors = of_integers((images, channels * groups, 10, 12), outputs * groups, (3, 3), options)
     options, dtype = in_dtype(options, dtype)
     x, weight, bias, dy = on_gpu(tensors, dtype, format)
 
@@ -304,12 +322,14 @@ def test_what_is_in_a_group_stays_there(channels, outputs, groups, stride, dtype
 @IN_EITHER
 @IN_EACH
 @pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (2, 0)])
-@pytest.mark.parametrize("width", [2, 4, 6, 8, 16, 24, 48])
-def test_infinities_in_groups_reach_what_meets_them(width, stride, padding, dtype, format):
+@pytest.mark.parametrize(
+    ("width", "images"), [(2, 2), (4, 2), (6, 2), (8, 2), (16, 2), (24, 2), (48, 2), (64, 5), (128, 5)]
+)
+def test_infinities_in_groups_reach_what_meets_them(width, images, stride, padding, dtype, format):
     """And no more: neither pixels beside their windows, nor anything from an x that no window has. Windows of the
     infinities in dy are whole, since zeros beside the image would be their factors in dweight."""
     options = {"groups": 3, "stride": stride, "padding": padding}
-    x, weight, bias, dy = of_integers((2, 3 * width, 18, 20), 3 * width, (3, 3), options)
+    x, weight, bias, dy = of_integers((images, 3 * width, 18, 20), 3 * width, (3, 3), options)
     weight, dy = weight.abs() + 1, dy.abs() + 1
     x[0, 0, 5, 7] = x[1, -1, 17, 19] = x[1, width, 8, 0] = math.inf
     dy[1, 1, 3, 2] = dy[0, -1, 5, 6] = math.inf
@@ -325,7 +345,7 @@ def test_infinities_in_groups_reach_what_meets_them(width, stride, padding, dtyp
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize(("width", "groups"), [(4, 9), (6, 3), (8, 5), (24, 2), (48, 2)])
+@pytest.mark.parametrize(("width", "groups"), [(4, 9), (6, 3), (8, 5), (24, 2), (48, 2), (64, 4)])
 def test_groups_in_one_buffer(width, groups, stride, dtype, layout):
     """All tensors of a call are in one, among bytes that are NaN. These stay, and no result is of them. A tensor alone,
     or each, begins at a multiple of 16 bytes, of 8 or of an element; the workspace, which is the library's own, of
