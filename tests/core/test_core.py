@@ -208,11 +208,12 @@ def infer_host(tmp_path_factory):
     return ctypes.CDLL(str(built))
 
 
-def test_convolutions_of_groups_are_planned_as_they_are_defined(tmp_path):
+@pytest.mark.parametrize("more", [(), ("-DAOT_HAVE_SM90",)], ids=["any", "sm90"])
+def test_convolutions_of_groups_are_planned_as_they_are_defined(more, tmp_path):
     """Sizes alone decide how CUDA kernels divide them, and how much memory they take."""
     compiler = shutil.which("g++") or pytest.skip("g++ is not installed")
     command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-DAOT_ISA=cuda", f"-I{PROGRAMS.parents[1]}/cuda_src"]
-    subprocess.run([*command, PROGRAMS / "grouped_plan.cpp", "-o", tmp_path / "planned"], check=True)
+    subprocess.run([*command, *more, PROGRAMS / "grouped_plan.cpp", "-o", tmp_path / "planned"], check=True)
     done = subprocess.run([tmp_path / "planned"], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     assert int(done.stdout) > 12000

@@ -121,6 +121,7 @@ int check(const Shapes &c, DType dtype, long *planned) {
   for (bool dx : {false, true}) {
     Grouped g;
     if ((dx ? params.dx_kernels(c.s, dtype, &g) : params.y_kernels(c.s, dtype, &g)) != Conv2dParams::grouped) continue;
+    if (!g.groups) continue;  // the implicit GEMM's alone
     ++*planned, words = g.words();
     if (!meets(c, g.h, 0, dx) || !meets(c, g.w, 1, dx)) return failed("elements of the kernel", c);
     if (!divides(g, false) || g.warps > kGroupedWarps || g.warps % g.units) return failed("tiles", c);
@@ -128,7 +129,7 @@ int check(const Shapes &c, DType dtype, long *planned) {
     if (!dx && params.forward_plan(c.s, dtype).forward() < words) return failed("the forward's workspace", c);
   }
   Grouped g;
-  if (params.dweight_kernels(c.s, dtype, &g) == Conv2dParams::grouped) {
+  if (params.dweight_kernels(c.s, dtype, &g) == Conv2dParams::grouped && g.groups) {
     ++*planned, dweight_words = g.sums();
     if (!divides(g, true) || !begins(g, true)) return failed("dweight", c);
     if (!shares(g)) return failed("dweight's tasks", c);
@@ -137,7 +138,11 @@ int check(const Shapes &c, DType dtype, long *planned) {
   const auto plan = params.backward_plan(c.s, dtype);
   const int64_t of_dx = plan.of_dx == Conv2dParams::grouped ? words : 0;
   const int64_t of_dweight = plan.of_dweight == Conv2dParams::grouped ? dweight_words : 0;
-  return plan.backward() < plan.x + plan.y + std::max(of_dx, of_dweight) ? failed("the backward's workspace", c) : 0;
+  const int64_t boxes = params.takes_boxes(c.s, dtype) ? plan.weight + plan.slices * plan.slice : 0;
+  if (boxes && (plan.slices < 1 || 2 * plan.weight < plan.slice)) return failed("the implicit GEMM's sums", c);
+  return plan.backward() < plan.x + plan.y + std::max({of_dx, of_dweight, boxes})
+             ? failed("the backward's workspace", c)
+             : 0;
 }
 
 }  // namespace
