@@ -120,7 +120,6 @@ ROW = Row(
         *_conv2d((1, 16, 6, 33), (48, 4, 3, 1), bias=False, padding=(2, 0), groups=4),
         *_conv2d((1, 96, 5, 6), (80, 48, 3, 3), padding=1, groups=2),
         *_conv2d((3, 9, 8, 7), (15, 3, 2, 2), bias=False, stride=(1, 2), padding=1, groups=3),
-        *_conv2d((5, 128, 11, 10), (128, 64, 3, 3), padding=1, groups=2),  # the implicit GEMM's
         # depthwise: kernels and strides of their own, a strided dx with dilation, and a plane in parts
         *_conv2d((3, 4, 9, 8), (4, 1, 5, 5), stride=2, padding=2, groups=4),
         *_conv2d((1, 6, 9, 11), (6, 1, 7, 7), padding=(3, 4), dilation=(1, 2), groups=6),
