@@ -90,8 +90,13 @@ class Mathematics(Protocol):
         """(..., n) as (rows, n)."""
 
 
-class Products(Mathematics, Protocol):
-    """The mathematics of a framework whose compiler fuses what stands around its own products (``Product.fused``)."""
+class Fusing(Mathematics, Protocol):
+    """The mathematics of a framework whose compiler fuses its own reductions, and what stands around its own products
+    (``Op.fused``, ``Product.fused``)."""
+
+    def var_mean(self, x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+        """The variance, of as many terms as there are, and the mean: in one reduction. Both keep the axes, with length
+        1."""
 
     def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array: ...
 
@@ -151,7 +156,7 @@ def fused(op: Op, forward: Op) -> Callable[..., Any] | None:
     return forward.product.fused if op is forward else forward.product.fused_backward
 
 
-def fuse(formula: Callable[..., Any], m: Products, op: Op, attrs: Sequence[Attr], tensors: Mapping[str, Array]) -> Any:
+def fuse(formula: Callable[..., Any], m: Fusing, op: Op, attrs: Sequence[Attr], tensors: Mapping[str, Array]) -> Any:
     """The results by ``fused``, of inputs or residuals, absent ones left out; or NotImplemented."""
     return _evaluated(formula, m, op, attrs, dict.fromkeys(op.slots) | dict(tensors))
 

@@ -155,7 +155,7 @@ class Product:
     """The attribute without which the operator is bilinear. With it, the formula holds."""
     fused: Callable[..., Any] | None = None
     """The operator as the framework's own products and elementwise functions, for a compiler that fuses these: a
-    function of ``Products`` (aotops/formula.py) and of inputs, attributes and residuals, which its parameters name.
+    function of ``Fusing`` (aotops/formula.py) and of inputs, attributes and residuals, which its parameters name.
     Residuals are None, or given without inputs. Returns all ``results``, or NotImplemented."""
     fused_backward: Callable[..., Any] | None = None
     """The backward, likewise."""
@@ -270,6 +270,9 @@ class Op:
     """The operator as a composition: a function of the mathematics of a framework (aotops/formula.py) and of inputs and
     attributes, which its parameters name. Returns ``composed``. Frontends differentiate it where the operator has no
     kernel for a derivative: in forward mode, and for the derivatives of a backward."""
+    fused: Callable[..., Any] | None = None
+    """The operator as the framework's own reductions and elementwise functions, for a compiler that fuses these: as
+    ``formula``, of ``Fusing`` (aotops/formula.py). It holds where inputs have elements."""
     product: Product | None = None
     """The product that it computes, if it is one."""
     padding: Padding | None = None

@@ -51,8 +51,18 @@ def normalized(m, x, weight, bias, eps, axis):
     """y, mean, var."""
     mean = _mean(m, x, axis)
     centred = x - mean
-    var = _mean(m, centred * centred, axis)
-    y = centred * m.rsqrt(var + eps)
+    return _scaled(m, centred, mean, _mean(m, centred * centred, axis), weight, bias, eps, axis)
+
+
+def normalized_in_one_reduction(m, x, weight, bias, eps, axis):
+    """``normalized``, for a compiler."""
+    var, mean = m.var_mean(x, _others(x, axis))
+    return _scaled(m, x - mean, mean, var, weight, bias, eps, axis)
+
+
+def _scaled(m, x, mean, var, weight, bias, eps, axis):
+    """y, mean, var. x: centred; mean and var: with x's axes."""
+    y = x * m.rsqrt(var + eps)
     y = y if weight is None else y * _spread(m, m.wide(weight), x, axis)
     y = y if bias is None else y + _spread(m, m.wide(bias), x, axis)
     return y, m.reshape(mean, (x.shape[axis],)), m.reshape(var, (x.shape[axis],))
@@ -61,10 +71,22 @@ def normalized(m, x, weight, bias, eps, axis):
 def gradients(m, g, dmean, dvar, x, weight, eps, axis):
     """dx, dweight, dbias."""
     centred = x - _mean(m, x, axis)
-    rstd = m.rsqrt(_mean(m, centred * centred, axis) + eps)
-    normed = centred * rstd
+    return _gradients(m, g, dmean, dvar, centred, _mean(m, centred * centred, axis), weight, eps, axis)
+
+
+def gradients_of_statistics(m, g, dmean, dvar, x, weight, mean, var, eps, axis):
+    """``gradients``, of the forward's mean and var."""
+    centred, var = x - _spread(m, mean, x, axis), _spread(m, var, x, axis)
+    return _gradients(m, g, dmean, dvar, centred, var, weight, eps, axis)
+
+
+def _gradients(m, g, dmean, dvar, x, var, weight, eps, axis):
+    """dx, dweight, dbias. x: centred; var: with x's axes."""
+    rstd, terms = m.rsqrt(var + eps), _terms(x, axis)
+    normed = x * rstd
+    dweight, dbias = m.sum(g * normed, _others(x, axis)), m.sum(g, _others(x, axis))
     scale = rstd if weight is None else rstd * _spread(m, m.wide(weight), x, axis)
-    dx = scale * (g - _mean(m, g, axis) - normed * _mean(m, g * normed, axis))
-    dx = dx if dmean is None else dx + _spread(m, dmean, x, axis) / _terms(x, axis)
-    dx = dx if dvar is None else dx + _spread(m, dvar, x, axis) * centred * 2 / _terms(x, axis)
-    return dx, m.sum(g * normed, _others(x, axis)), m.sum(g, _others(x, axis))
+    dx = scale * (g - _spread(m, dbias, x, axis) / terms - normed * (_spread(m, dweight, x, axis) / terms))
+    dx = dx if dmean is None else dx + _spread(m, dmean, x, axis) / terms
+    dx = dx if dvar is None else dx + _spread(m, dvar, x, axis) * x * 2 / terms
+    return dx, dweight, dbias

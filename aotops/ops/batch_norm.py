@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from ..op import Autocast, operator
-from ._batch_norm import channels, dims, gradients, normalized
+from ._batch_norm import (
+    channels,
+    dims,
+    gradients,
+    gradients_of_statistics,
+    normalized,
+    normalized_in_one_reduction,
+)
 
 
 def _formula(m, x, weight, bias, eps, axis):
@@ -12,6 +19,14 @@ def _formula(m, x, weight, bias, eps, axis):
 
 def _backward_formula(m, dy, dmean, dvar, x, weight, eps, axis):
     return gradients(m, m.wide(dy), dmean, dvar, m.wide(x), weight, eps, axis)
+
+
+def _fused(m, x, weight, bias, eps, axis):
+    return normalized_in_one_reduction(m, m.wide(x), weight, bias, eps, axis)
+
+
+def _fused_backward(m, dy, dmean, dvar, x, weight, mean, var, eps, axis):
+    return gradients_of_statistics(m, m.wide(dy), dmean, dvar, m.wide(x), weight, mean, var, eps, axis)
 
 
 @operator(
@@ -24,6 +39,7 @@ def _backward_formula(m, dy, dmean, dvar, x, weight, eps, axis):
     same_spec_as={"y": "x"},
     dims=dims(("x", "y"), ("weight", "bias", "mean", "var")),
     formula=_formula,
+    fused=_fused,
     autocast=Autocast.IF_REFUSED,
     backward={
         "inputs": ("dy", "dmean", "dvar", "x", "weight", "mean", "var"),
@@ -34,6 +50,7 @@ def _backward_formula(m, dy, dmean, dvar, x, weight, eps, axis):
         "same_spec_as": {"dx": "x"},
         "dims": dims(("dy", "x", "dx"), ("dmean", "dvar", "weight", "mean", "var", "dweight", "dbias")),
         "formula": _backward_formula,
+        "fused": _fused_backward,
     },
 )
 def batch_norm(x, weight=None, bias=None, eps=1e-5, axis=1):

@@ -36,12 +36,12 @@ def with_copies(op: Op, overload: Any, decomposed: Callable[..., Any] | None) ->
 
 
 def _contiguous(t: Tensor | None, accepts_scalar: bool) -> Tensor | None:
-    if t is None or not _is_known(t) or t.is_contiguous() or (accepts_scalar and _is_one_number(t)):
+    if t is None or not is_known(t) or t.is_contiguous() or (accepts_scalar and _is_one_number(t)):
         return t
     return t.contiguous()
 
 
-def _is_known(t: Tensor) -> bool:
+def is_known(t: Tensor) -> bool:
     """Whether its strides can be compared: sizes that depend on data, such as of x[mask], must not be."""
     return all(n.node.has_hint() for n in (*t.shape, *t.stride()) if isinstance(n, torch.SymInt))
 

@@ -1,8 +1,8 @@
 """The operators in Inductor: decompositions, fallbacks, and results over inputs.
 
 An operator that Inductor can fuse with what stands around it is decomposed: the elementwise ones, by their formulas,
-and 16-bit products on a GPU, which become torch's own, with the activation and the sum of a bias's gradient beside
-them. The others are fallbacks: Inductor calls the kernel.
+and on a GPU 16-bit reductions (reductions.py) and products, which become torch's own, with the activation and the sum
+of a bias's gradient beside them. The others are fallbacks: Inductor calls the kernel.
 
 Inductor makes a fallback of an operator that it does not know, which is right. But before torch 2.13 it formats the
 operator's arguments for its log first, even where nothing is logged. The text of an argument contains all that it was
@@ -33,7 +33,7 @@ from aotops.op import Op
 
 from ..imports import after_import
 from ..torch_schema import splitter
-from . import compiled, contiguous, laid_out, padding, private, recomputed, views
+from . import compiled, contiguous, laid_out, padding, private, recomputed, reductions, views
 from .images import images_of
 from .mathematics import Mathematics, all_narrow
 from .tensors import packed
@@ -42,8 +42,9 @@ from .tensors import packed
 # Functions of an operator's arguments, which return its results, or NotImplemented for a call that the kernel serves.
 
 
-def _fuses_products(x: Tensor) -> bool:
-    """float32 is left to the kernel, whose TF32 is an argument and not torch's setting."""
+def _fuses(x: Tensor) -> bool:
+    """Whether products and reductions are torch's. float32 is left to the kernel, whose TF32 is an argument of products
+    and not torch's setting."""
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -67,21 +68,17 @@ def _of_products(op: Op, forward: Op, overload: Any, formula: Callable[..., Any]
 
     def of_products(*args):
         inputs, attrs, wanted = split(args)
-        if _AS_IT_IS.get() or not _fuses_products(inputs[0]):
+        if _AS_IT_IS.get() or not _fuses(inputs[0]):
             return NotImplemented
         named = {slot: t for slot, t in zip(op.inputs, inputs, strict=True) if t is not None}
         if op is not forward:
             named = {slot: _RECOMPUTED[t]() if t in _RECOMPUTED else t for slot, t in named.items()}
         elif not is_bilinear(op, attrs) and _has_fused_kernel(*(named[slot] for slot in op.bilinear)):
             return _by_fused_kernel(op, overload, formula, args) if op.residuals else NotImplemented
-        results = fuse(formula, _mathematics(inputs), op, attrs, named)
+        results = fuse(formula, Mathematics(None, all_narrow(inputs)), op, attrs, named)
         return results if results is NotImplemented else _packed(op, wanted, results)
 
     return of_products
-
-
-def _mathematics(inputs: Sequence[Tensor | None]) -> Mathematics:
-    return Mathematics(None, all_narrow(inputs))
 
 
 def _by_fused_kernel(op: Op, overload: Any, formula: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -91,7 +88,7 @@ def _by_fused_kernel(op: Op, overload: Any, formula: Callable[..., Any], args: S
     finally:
         _AS_IT_IS.reset(token)
     attrs, residuals = args[len(op.inputs) :], dict(zip(op.residuals, kept, strict=True))
-    _RECOMPUTED[y] = lambda: fuse(formula, _mathematics(kept), op, attrs, residuals)[0]
+    _RECOMPUTED[y] = lambda: fuse(formula, Mathematics(None, all_narrow(kept)), op, attrs, residuals)[0]
     return y, *kept
 
 
@@ -131,6 +128,8 @@ def _decomposition(one: Operator, composed: Callable[..., Any]) -> Callable[...,
 def _formula(op: Op, forward: Op, overload: Any, composed: Callable[..., Any]) -> Callable[..., Any] | None:
     if (formula := fused(op, forward)) is not None:
         return _of_products(op, forward, overload, formula)
+    if op.fused is not None:
+        return lambda *args: reductions.decomposed(op, args) if _fuses(args[0]) else NotImplemented
     if op is not forward and forward.instead:
         return _without_instead(op, forward, overload)
     if not (op.elementwise or op.fuses) or op.formula is None:
@@ -280,7 +279,7 @@ def _joint_graph_passes() -> tuple[ModuleType, Callable[..., None]]:
 
 
 def _pad(op: Op, backward: Any, node: torch.fx.Node) -> None:
-    if (found := padding.find(op, node, backward, _fuses_products)) is not None:
+    if (found := padding.find(op, node, backward, _fuses)) is not None:
         padding.pad(found)
 
 

@@ -20,7 +20,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Mathematics:
-    """``aotops.formula.Products`` of torch."""
+    """``aotops.formula.Fusing`` of torch."""
 
     exp, expm1, tanh, sigmoid, rsqrt = torch.exp, torch.expm1, torch.tanh, torch.sigmoid, torch.rsqrt
     erfc, where, zeros = torch.special.erfc, torch.where, torch.zeros_like
@@ -59,6 +59,10 @@ class Mathematics:
     @staticmethod
     def mean(x: Tensor, axes: tuple[int, ...]) -> Tensor:
         return x.mean(axes, keepdim=True) if axes else x
+
+    @staticmethod
+    def var_mean(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        return torch.var_mean(x, axes, correction=0, keepdim=True) if axes else (torch.zeros_like(x), x)
 
     @staticmethod
     def any(x: Tensor, axis: int) -> Tensor:

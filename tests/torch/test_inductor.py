@@ -182,11 +182,11 @@ def test_operators_called_by_name(formatted):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Products are decomposed on the CPU too, and in any dtype."""
+    """Products and reductions are decomposed on the CPU too, and in any dtype."""
     import torch._inductor.lowering
     from torch._inductor.utils import fresh_inductor_cache
 
-    monkeypatch.setattr(inductor, "_fuses_products", lambda x: True)
+    monkeypatch.setattr(inductor, "_fuses", lambda x: True)
     torch._dynamo.reset()
     with fresh_inductor_cache():
         yield
@@ -195,6 +195,10 @@ def as_on_a_gpu(monkeypatch):
 
 def _draw(*shape):
     return torch.randn(shape)
+
+
+def _statistics(x):
+    return x.mean((0, 2)), x.var((0, 2), correction=0)
 
 
 CALLS = {
@@ -212,6 +216,15 @@ CALLS = {
         *(_draw(2, 3, 4, 6), None, _draw(2, 3, 6), _draw(2, 3, 6), None, False, "BSHD", None, [True, False, False]),
     ),
     "add": lambda: (_draw(3, 5), _draw(3, 5), 2.0, None),
+    "batch_norm": lambda: (_draw(3, 5, 4), _draw(5), _draw(5), 0.1, 1),
+    "batch_norm of last channels": lambda: (_draw(3, 4, 5), None, _draw(5), 0.1, -1),
+    "batch_norm without others": lambda: (_draw(5), _draw(5), None, 0.1, 0),
+    "batch_norm_backward": lambda: (
+        *(_draw(3, 5, 4), _draw(5), _draw(5), x := _draw(3, 5, 4), _draw(5), *_statistics(x), 0.1, 1),
+    ),
+    "batch_norm_backward of a weight": lambda: (
+        *(_draw(3, 5, 4), None, _draw(5), x := _draw(3, 5, 4), None, *_statistics(x), 0.1, 1, [False, True, False]),
+    ),
     "add of a number": lambda: (_draw(3, 5), None, 2.0, 3.0),
     "linear": lambda: (_draw(2, 3, 5), _draw(4, 5), _draw(4), None, False),
     "linear of a vector": lambda: (_draw(5), _draw(4, 5), None, "silu", False),
@@ -339,6 +352,167 @@ def test_an_activation_is_computed_again_in_the_backward(as_on_a_gpu, monkeypatc
     activated, before = sorted(fused.users, key=lambda node: node.args[1])
     assert before.name in kept
     assert activated.name not in kept
+
+
+# ----------------------------------------------------------------------------------------------------------- reductions
+
+
+def _normalized(x, weight, bias, axis=1):
+    y, mean, var = ours.batch_norm(torch.sin(x), weight, bias, 0.1, axis)
+    return torch.relu(y), mean, var
+
+
+def _y_alone(x, *rest):
+    return _normalized(x, *rest)[:1]
+
+
+def _statistics_alone(x, *rest):
+    return _normalized(x, *rest)[1:]
+
+
+def _constants(x, weight, bias):
+    return _normalized(x.detach(), weight, bias)
+
+
+def _of_a_view(x, weight, bias):
+    return _normalized(x.transpose(2, 3)[..., ::2], weight, bias)
+
+
+def _last(x, weight, bias):
+    return _normalized(x.movedim(1, -1), weight, bias, -1)
+
+
+def _without_weight(x, weight, bias):
+    return _normalized(x, None, bias.to(x.dtype))
+
+
+def _viewed(x, weight, bias):
+    """What a contiguous result can be alone."""
+    y, *statistics = _of_a_view(x, weight, bias)
+    return y.view(-1), *statistics
+
+
+NORMS = {
+    f.__name__.strip("_"): f
+    for f in (_normalized, _y_alone, _statistics_alone, _constants, _of_a_view, _last, _without_weight, _viewed)
+}
+
+
+def _gradients(function, leaves):
+    results = function(*leaves)
+    torch.manual_seed(1)
+    terms = [(y.float() * torch.randn(y.shape)).sum() for y in results]
+    return [*results, *torch.autograd.grad(sum(terms), leaves, allow_unused=True)]
+
+
+def _image_leaves(dtype, of_weights, last):
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 4, 6).to(dtype, memory_format=torch.channels_last if last else torch.contiguous_format)
+    return [x.requires_grad_(), *(torch.randn(5).to(of_weights).requires_grad_() for _ in range(2))]
+
+
+def _assert_same(found, expected):
+    for got, other in zip(found, expected, strict=True):
+        assert (got is None) == (other is None)
+        if other is not None:
+            assert (got.dtype, got.stride()) == (other.dtype, other.stride())
+            torch.testing.assert_close(got, other)
+
+
+@pytest.mark.parametrize(("last", "dynamic"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("case", NORMS)
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str)
+def test_a_batch_norm_is_torchs_reductions(as_on_a_gpu, case, dtypes, last, dynamic):
+    """Results, strides and gradients are the kernels', and there is no kernel."""
+    function, called = NORMS[case], []
+
+    def look(graph):
+        called.extend(node for node in graph.nodes if str(node.target).startswith("aotops."))
+
+    leaves = _image_leaves(*dtypes, last)
+    found = _gradients(_keeping(function, lambda inputs: None, look, dynamic), leaves)
+    _assert_same(found, _gradients(function, leaves))
+    assert not called
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_batch_norm_is_no_kernel_in_the_code(as_on_a_gpu, dtype):
+    """Beside its neighbours, with the running statistics of a module, and as Dynamo leaves a function of
+    torch.nn.functional that another replaces."""
+    from torch._inductor.utils import run_and_get_code
+
+    from benchmarks.exchange import exchanged
+
+    leaves = _image_leaves(dtype, dtype, True)
+    buffers = [[torch.zeros(5), torch.ones(5)] for _ in range(2)]
+
+    def function(running):
+        return lambda x, *parameters: (torch.relu(F.batch_norm(x * 2, *running, *parameters, training=True)),)
+
+    expected = _gradients(function(buffers[0]), leaves)
+    with exchanged():
+        found, code = run_and_get_code(_gradients, torch.compile(function(buffers[1]), fullgraph=True), leaves)
+    for got, other in zip((*found, *buffers[1]), (*expected, *buffers[0]), strict=True):
+        assert got.stride() == other.stride()
+        torch.testing.assert_close(got, other)
+    assert len(code) == 2
+    assert "aotops" not in "".join(code)
+
+
+def test_a_batch_norm_is_a_kernel_elsewhere():
+    """On a CPU, in float32, and where there may be no elements, of which torch's mean is NaN."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def kernels(device, dtype, *shape):
+        with FakeTensorMode():
+            x = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
+
+            def both(x):
+                y, _, var = ours.batch_norm(x)
+                return torch.autograd.grad(y.sum() + var.sum(), x)
+
+            graph = make_fx(both, select_decomp_table())(x).graph
+        return len([node for node in graph.nodes if str(node.target).startswith("aotops.")])
+
+    import torch._inductor.lowering
+
+    assert kernels("cuda", torch.bfloat16, 3, 5) == 0
+    assert kernels("cpu", torch.bfloat16, 3, 5) == kernels("cuda", torch.float32, 3, 5) == 2
+    assert kernels("cuda", torch.float16, 0, 5) == 2
+
+
+def test_a_batch_norm_of_rows_that_depend_on_data(as_on_a_gpu):
+    from torch._dynamo import config
+
+    def chosen(x, mask):
+        return ours.batch_norm(x[mask], None, None, 0.1)
+
+    x = torch.randn(6, 5)
+    with config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = _keeping(chosen, lambda inputs: None)
+        for mask in (x[:, 0] > 0, x[:, 0] > 100):
+            _assert_same(compiled(x, mask), chosen(x, mask))
+
+
+def test_a_batch_norm_that_does_not_fit_is_refused(as_on_a_gpu):
+    from torch._inductor.decomposition import select_decomp_table
+
+    decomposed = select_decomp_table()[torch.ops.aotops.batch_norm.default]
+    with pytest.raises(ValueError, match=r"batch_norm: bias has shape \(1, 5\), expected \(5,\)"):
+        decomposed(_draw(3, 5), None, _draw(1, 5), 0.1, 1)
+
+
+def test_second_derivatives_of_a_batch_norm(as_on_a_gpu):
+    def gradient(x, weight):
+        def slopes(x):
+            return torch.func.grad(lambda x: ours.batch_norm(x, weight, None, 0.1)[0].sin().sum())(x)
+
+        return torch.func.grad(lambda x: slopes(x).square().sum())(x)
+
+    x, weight = _draw(3, 5), _draw(5)
+    torch.testing.assert_close(_keeping(gradient, lambda inputs: None)(x, weight), gradient(x, weight))
 
 
 # ---------------------------------------------------------------------------------------------------------------- kept
