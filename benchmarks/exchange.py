@@ -6,7 +6,7 @@ A call that the library's function does not take is torch's own.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -17,6 +17,15 @@ from aotops.frontends import torch as aotops
 from aotops.frontends.torch.attention import _drop_is_taken, _is_taken
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Running(NamedTuple):
+    """What ``BatchNorm2d._track`` reads of a module, in a class that Dynamo knows: at SimpleNamespace a graph ends."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
 
 
 def exchanged() -> Any:
@@ -38,15 +47,14 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
 
 
 def batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
-    """Compiled, too, where the library's module is torch's: Dynamo takes it for torch's, and does not read it."""
+    """Compiled for a GPU too, where the library's module is torch's."""
     terms = input.numel() // max(1, input.shape[1])
     is_right = momentum is not None and (running_mean is None) == (running_var is None) and terms > 1 and eps > 0
     if training and is_right and taken(input, weight, bias):
         y, mean, var = aotops.batch_norm(input, weight, bias, eps)
         batches = torch.empty((), dtype=torch.int64, device=input.device)  # nn.BatchNorm2d counts them before the call
-        module = SimpleNamespace(running_mean=running_mean, running_var=running_var, momentum=momentum)
-        module.num_batches_tracked = batches
-        if running_mean is None or aotops.BatchNorm2d._track(module, mean, var, terms):
+        running = Running(running_mean, running_var, batches, momentum)
+        if running_mean is None or aotops.BatchNorm2d._track(running, mean, var, terms):
             return y
     return TORCHS.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 

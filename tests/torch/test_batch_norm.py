@@ -186,3 +186,36 @@ def test_parameters_in_float32_beside_16_bits():
     wide = torch.nn.BatchNorm2d(5)
     torch.testing.assert_close(y.float(), wide(x.float()), rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(norm.running_var, wide.running_var)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", ["silu", "relu", "hardswish"])
+def test_an_activation_in_place_may_follow(name, is_compiled):
+    """The backward does not read y. Compiled, the norm, its running statistics and the activation are one graph."""
+
+    def of(norm, statistics):
+        def call(x, weight, bias, activate):
+            y = norm(x, weight, bias)
+            for running, of_batch in zip(statistics, y[1:], strict=False):
+                running.lerp_(of_batch.detach(), 0.1)
+            return activate(y[0] if isinstance(y, tuple) else y)
+
+        return call
+
+    activate = getattr(torch.nn.functional, name)
+    x = torch.randn(4, 3, 5, dtype=torch.float64)
+    tensors = [t.requires_grad_() for t in (x, torch.randn(3, dtype=x.dtype), torch.randn(3, dtype=x.dtype))]
+    module = aotops.BatchNorm1d(3, dtype=x.dtype)
+    statistics = torch.zeros(3, dtype=x.dtype), torch.zeros(3, dtype=x.dtype)
+    calls = of(aotops.batch_norm, statistics), of(lambda x, *_: module(x), ())
+    ones = torch.ones(3, dtype=x.dtype), torch.zeros(3, dtype=x.dtype)
+    for call, affine in zip(calls, (tensors[1:], ones), strict=True):
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if is_compiled else call
+        found = run(x, *tensors[1:], lambda y: activate(y, inplace=True))
+        expected = activate(torch.nn.functional.batch_norm(x, None, None, *affine, True))
+        dy = torch.randn_like(expected)
+        torch.testing.assert_close(found, expected)
+        theirs = torch.autograd.grad(expected, x, dy)
+        torch.testing.assert_close(torch.autograd.grad(found, x, dy), theirs)
+    assert statistics[0].abs().max() > 0
+    torch.testing.assert_close(statistics[0], module.running_mean)

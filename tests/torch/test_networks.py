@@ -77,6 +77,49 @@ def test_the_functions_agree_with_torchs(backend, monkeypatch):
     assert functional.linear is not exchange.linear
 
 
+GRAPHS = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional
+
+from benchmarks.exchange import exchanged
+
+{before}
+graphs = []
+
+
+def compiled(graph, inputs):
+    graphs.append(graph)
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+convs = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+norms = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+model = nn.Sequential(convs[0], norms[0], nn.SiLU(inplace=True), convs[1], norms[1], nn.Hardswish(inplace=True))
+images = torch.randn(2, 3, 8, 8)
+run = torch.compile(lambda: model(images).square().mean(), backend=compiled)
+counters.clear()
+with exchanged():
+    for _ in range(2):
+        run().backward()
+targets = [node.target for graph in graphs for node in graph.graph.nodes]
+print(len(graphs), sum(counters["graph_break"].values()), targets.count(torch.ops.aotops.batch_norm.default))
+print([norm.running_mean.abs().max() > 0 for norm in norms])
+"""
+
+
+BEFORE = 'torch.compile(functional.relu, backend="eager")(torch.ones(3))'
+
+
+@pytest.mark.parametrize("before", ["", BEFORE], ids=["first", "later"])
+def test_a_compiled_network_is_one_graph(before, python):
+    """In a process that has compiled nothing, and in one that has. A graph that ends between a norm and an activation
+    in place is torch's error in the backward."""
+    printed = python(GRAPHS.format(before=before), PYTHONPATH=str(networks.ROOT)).splitlines()
+    assert printed == ["1 0 2", "[tensor(True), tensor(True)]"]
+
+
 def test_what_is_not_taken_is_torchs():
     torch.manual_seed(0)
     x, weight = torch.randn(2, 4, 6, 6), torch.randn(4, 4, 2, 2)
