@@ -105,6 +105,12 @@ CONVOLUTIONS = [
     ((4, 64, 30, 30), 64, (3, 3), {"dilation": 3, "padding": 2}),
     ((4, 64, 30, 30), 80, (3, 2), {"dilation": 2, "stride": 2, "padding": 9}),
     ((4, 35, 40, 30), 51, (3, 3), {"padding": 4}),  # channels that are no whole vectors
+    # images of one pixel, which both layouts have alike: with vectors, without, few channels, groups, padding
+    ((96, 240, 1, 1), 10, (1, 1), {}),
+    ((96, 64, 1, 1), 960, (1, 1), {}),
+    ((33, 6, 1, 1), 144, (1, 1), {"stride": 3, "padding": 1}),
+    ((40, 128, 1, 1), 128, (1, 1), {"groups": 4}),
+    ((40, 96, 1, 1), 96, (1, 1), {"groups": 96}),
     ((2, 3, 112, 112), 64, (7, 7), {"stride": 2, "padding": 3}),
     ((2, 3, 75, 149), 72, (7, 7), {"stride": 2, "padding": 3}),  # rows of odd sizes
     ((2, 1, 40, 40), 6, (5, 5), {}),
