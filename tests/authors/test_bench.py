@@ -55,6 +55,12 @@ X, N = 1024 * 4096, 4096
 WORKS = works()
 
 
+@pytest.fixture(autouse=True)
+def _copies_are_small(monkeypatch):
+    """Copies of 256 MiB would be most of what a run takes here. That of test_waiting_threads_sleep has them."""
+    monkeypatch.setattr(Cpu, "COPIED", 1 << 22)
+
+
 def main(arguments):
     command(arguments, standalone_mode=False)
 
