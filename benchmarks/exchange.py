@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Running(NamedTuple):
-    """What ``BatchNorm2d._track`` reads of a module, in a class that Dynamo knows: at SimpleNamespace a graph ends."""
+    """A module as ``BatchNorm2d._track`` reads it, of a class that Dynamo knows: at SimpleNamespace a graph ends."""
 
     running_mean: Tensor
     running_var: Tensor

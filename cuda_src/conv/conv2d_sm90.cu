@@ -130,8 +130,8 @@ auto with_tile(const Conv2dWgmma &p, F f) {
   }
 }
 
-// The same with groups, whose kernels are others, so that they have few tiles: of one group along the columns (dweight:
-// the rows). NCHW has OneColumnTile, and groups of 64 take DeepTile else.
+// Calls with groups have kernels of their own, and so few tiles, which are of one group along the columns (dweight: the
+// rows). NCHW has OneColumnTile, and groups of 64 take DeepTile else.
 template <Conv2dGemm::Pass kPass, class F>
 auto with_tile_of_group(const Conv2dWgmma &p, F f) {
   const bool pairs = p.group_boxes % 2 == 0;

@@ -56,7 +56,7 @@ struct WgmmaTile {
       !kSwapped && kBlocks == 1 && kBoxesBytes >= kRowBoxes * kColBoxes * kBox * kBox * static_cast<int>(sizeof(float));
 };
 
-// The same tile of a call with groups. A kernel without them has no division by a group's boxes.
+// A tile of a call with groups: a kernel without them has no division by a group's boxes.
 template <class Tile>
 struct TileOfGroup : Tile {
   static constexpr bool kByGroup = true;

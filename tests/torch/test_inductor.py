@@ -387,7 +387,7 @@ def _without_weight(x, weight, bias):
 
 
 def _viewed(x, weight, bias):
-    """What a contiguous result can be alone."""
+    """The result as a contiguous one alone can be viewed."""
     y, *statistics = _of_a_view(x, weight, bias)
     return y.view(-1), *statistics
 
