@@ -105,9 +105,9 @@ template <typename T>
 Status depthwise_dweight(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, DType dtype,
                          const T *dy, const T *x, float *partial, int *slices, bool *taken);
 
-// Convolutions with groups of several channels in 16 bits, from compute capability 8.0 (conv2d_grouped.cuh), of NHWC
-// with pixels of whole vectors of 16 bytes. y, or with `dx` dx; bias may be null. operands: the weight as the kernels
-// read it. partial: dweight's sums, g.slices of g.slice() elements.
+// Convolutions with groups of several channels in 16 bits and float32, from compute capability 8.0
+// (conv2d_grouped.cuh), of NHWC with pixels of whole vectors of 16 bytes. y, or with `dx` dx; bias may be null.
+// operands: the weight as the kernels read it. partial: dweight's sums, g.slices of g.slice() elements.
 template <typename T>
 Status grouped_forward(LaunchSequence &launch, const Grouped &g, const Conv2dCall &c, bool dx, const T *source,
                        const T *weight, const T *bias, float *operands, T *result);

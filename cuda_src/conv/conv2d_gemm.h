@@ -1,5 +1,5 @@
 // conv2d as an implicit GEMM. Tensors are NHWC, weights OHWI, with channels padded to whole vectors of 16 bytes; they
-// are aligned to 16 bytes and smaller than 2^31 bytes.
+// are aligned to 16 bytes and, without groups, smaller than 2^31 bytes.
 #pragma once
 #include "conv2d.cuh"
 

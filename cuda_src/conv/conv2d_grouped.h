@@ -16,9 +16,10 @@ constexpr int kGroupedTaps = 3;    // kernel elements of a warp in dweight
 constexpr int kGroupedUnit = 32;   // positions of a warp in y and dx, and of which dweight's tiles have a multiple
 constexpr int kGroupedWarps = 8, kGroupedDweightWarps = 12;  // of a block, at most
 constexpr int64_t kConvShared = 99 << 10;                    // every device has these since 8.0
+constexpr int64_t kColumnsShared = kConvShared - 128;        // beside barriers, in whole 128 bytes
 constexpr int kMostBox = 256, kMostBoxPixel = 512;           // of TMA: pixels along an axis, and bytes of one
 constexpr int kGroupedLoad = 14, kGroupedBoxLoad = 3;  // instructions of a warp for 32 vectors by cp.async, by TMA
-constexpr int kGroupedMostRegisters = 8;               // warps of a block, at most, of two sixteens in dweight
+constexpr int kGroupedTwoWarps = 8;                    // warps of a block, at most, of two sixteens in dweight
 
 // The elements of the kernel that pixels of one remainder by dx's stride meet, or all: kernel_first + t * kernel_step
 // at the source's pixel first + t * unit from the position, t < taps.
@@ -256,7 +257,7 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
     };
     const int most_units = kGroupedWarps / (t.chunks > 1 ? wide_tasks : 1);
     auto cost_of = [&](int units, int window) {
-      if (shared(units, window) > kConvShared) return -1.0;
+      if (shared(units, window) > (by_columns ? kColumnsShared : kConvShared)) return -1.0;
       const double terms = by_columns ? rounds * (16.0 + 9 * t.eights) : t.steps() * (10.0 + 3 * t.eights);
       const double results = t.phases() * (30.0 + 12 * t.eights);
       const double products = t.block_groups * t.pieces * units * (t.chunks * terms + results);
@@ -284,10 +285,12 @@ inline bool divide_dweight_columns(Grouped *g) {
   if (std::max(g->pixel, g->result_pixel) > kMostBoxPixel) return false;
   const int64_t line = int64_t{g->w.source} * g->source_pitch;
   double least = -1;
-  for (int across = divide_up(g->w.count, kMostColumns);; ++across) {
-    const int cols = divide_up(g->w.count, across);
-    for (int down = 1; down <= g->h.count; ++down) {
-      const int rows = divide_up(g->h.count, down);
+  // each number of columns and of rows that an equal division has
+  for (int widest = std::min(g->w.count, kMostColumns), cols; widest > 0; widest = cols - 1) {
+    cols = divide_up(g->w.count, divide_up(g->w.count, widest));
+    const int across = divide_up(g->w.count, cols);
+    for (int most = std::min(g->h.count, kMostBox - 2), rows; most > 0; most = rows - 1) {
+      rows = divide_up(g->h.count, divide_up(g->h.count, most));
       const int64_t window_h = g->h.window(rows), window_w = g->w.window(cols), window = window_h * window_w;
       if (window_h > kMostBox || window_w > kMostBox || window >= 1 << 13 || window_h * line >= int64_t{1} << 31)
         continue;
@@ -295,8 +298,8 @@ inline bool divide_dweight_columns(Grouped *g) {
       t.rows = rows, t.cols = cols, t.window_h = static_cast<int>(window_h), t.window_w = static_cast<int>(window_w);
       // the last of an odd number of rows reads a row behind the window, and drops it
       const int64_t behind = rows % 2 ? window_w * g->pixel : 0;
-      const int64_t shared = 2 * int64_t{t.boxed(t.windows())} + 2 * t.dweight_box() + window * 8 + 16 + 256 + behind;
-      if (shared > kConvShared) continue;
+      const int64_t shared = 2 * int64_t{t.boxed(t.windows())} + 2 * t.dweight_box() + window * 8 + 16 + behind;
+      if (shared > kColumnsShared) continue;
       const double steps =
           divide_up(cols, 8) * (divide_up(rows, 2) * (10.0 + 6 * g->eights * g->columns) + 12) * g->warps;
       const double vectors = (window * g->pixel + rows * cols * g->result_pixel) / 16.0;
@@ -328,15 +331,15 @@ inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
   g->pixel = grouped_pixel(g->channels / g->vector, g->vector < 8);
   g->result_pixel = grouped_pixel(g->result_channels / g->vector, g->vector < 8);
   // channels that meet a sixteen of results, from a multiple of 8 on
-  auto columns = [&](int n) { return g->in % 8 ? grouped_up(n + 7, 8) : n; };
+  auto columns = [&](int n) { return g->chunk % 8 ? grouped_up(n + 7, 8) : n; };
   int most_columns;
   if (g->part < 16) {
     const bool whole = g->block_groups == g->groups || g->block_groups % 4 == 0;
     const int together = std::min(16 / g->part, g->block_groups);
     g->sixteens = divide_up(g->result_channels, 16);
-    most_columns = whole && 16 % g->part == 0 && together * g->in % 8 == 0
-                       ? together * g->in
-                       : columns(std::min(14 / g->part + 2, g->block_groups) * g->in);
+    most_columns = whole && 16 % g->part == 0 && together * g->chunk % 8 == 0
+                       ? together * g->chunk
+                       : columns(std::min(14 / g->part + 2, g->block_groups) * g->chunk);
   } else {
     const int each = divide_up(g->part % 8 ? g->part + 7 : g->part, 16);
     const int together = by_columns && each > 1 ? 2 : 1;
@@ -349,7 +352,7 @@ inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
   if (by_columns && g->columns == 0) g->columns = 1;
   const int tap_groups = by_columns ? g->w.phase[0].taps : divide_up(g->taps(), kGroupedTaps);
   const int tasks = g->sixteens * g->pieces * tap_groups;
-  const int most_warps = g->columns > 1 ? kGroupedMostRegisters : kGroupedDweightWarps;
+  const int most_warps = g->columns > 1 ? kGroupedTwoWarps : kGroupedDweightWarps;
   g->splits = divide_up(tasks, most_warps), g->warps = divide_up(tasks, g->splits);
   if (by_columns) return divide_dweight_columns(g);
   auto shared = [&](int units, int window) {

@@ -1,15 +1,16 @@
 // conv2d_grouped.cuh's passes for kernels of three rows, undilated and of stride 1 along them. What is read of shared
 // memory is used for all three elements of a column of the kernel:
 //
-//   y, dx      In 16 bits and TF32. A unit has 4 rows of 8 positions. Six rows of 8 pixels of the source, of the same
-//   16 terms of a row of
+//   y, dx      A unit has 4 rows of 8 positions. Six rows of 8 pixels of the source, of the same terms of a row of
 //              the kernel, are the operands of its 4 rows for three rows of the kernel: 3 ldmatrix in place of 6.
-//   dweight    In 16 bits. A warp has the elements of a column of the kernel, and goes down strips of 8 columns, two
-//   rows at a
-//              time, which are the 16 positions of a product: of the four rows of x that they meet, two are new.
+//              In 16 bits and TF32.
+//   dweight    A warp has the elements of a column of the kernel, and goes down strips of 8 columns, two rows at
+//              once, which are the 16 positions of a product: of the four rows of x that they meet, two are new.
+//              In 16 bits.
 //
 // From compute capability 9.0 on TMA loads windows, with zeros outside of images: one thread starts it, and pixels have
-// the same places, as they have no swizzle. A pixel's padding then has what follows in memory, which nothing reads.
+// the same places, as they have no swizzle. A pixel's padding then has what follows in memory, which no result that is
+// kept is of.
 #pragma once
 #include "conv2d_grouped.cuh"
 #include "cuda/tma.cuh"
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(256, 3)
 
 // As grouped_dweight_kernel, for kSixteens times 16 results of a group and the elements of one column of the kernel.
 template <typename T, int kEights, int kSixteens>
-__global__ void __launch_bounds__(32 * (kSixteens > 1 ? kGroupedMostRegisters : kGroupedDweightWarps), 2)
+__global__ void __launch_bounds__(32 * (kSixteens > 1 ? kGroupedTwoWarps : kGroupedDweightWarps), 2)
     grouped_dweight_columns_kernel(const __grid_constant__ GroupedColumns call, const T *dy, const T *x, float *partial,
                                    int64_t slice, int slice_channels) {
   constexpr int kPairs = (kEights + 1) / 2, kRows = 3;

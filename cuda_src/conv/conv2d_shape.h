@@ -32,10 +32,13 @@ struct Conv2dParams {
 
   bool nhwc() const { return layout == 1; }
   // Images of one pixel, of a kernel of one element, are the same memory in both layouts: CUDA takes them for NHWC's,
-  // which is not packed. (The gates of squeeze-and-excitation are such.)
-  Conv2dParams as_read(const Conv2dShape &s) const {
+  // which is not packed, as those of squeeze-and-excitation. Wider elements without whole vectors have products of
+  // NCHW.
+  Conv2dParams as_read(const Conv2dShape &s, DType dtype) const {
     Conv2dParams p = *this;
-    if (s.height * s.width == 1 && s.out_h * s.out_w == 1 && s.kernel() == 1) p.layout = 1;
+    const bool vectors = (s.channels | s.out_channels) % (16 / itemsize(dtype)) == 0;
+    if (s.height * s.width == 1 && s.out_h * s.out_w == 1 && s.kernel() == 1 && (vectors || itemsize(dtype) == 2))
+      p.layout = 1;
     return p;
   }
 
@@ -356,10 +359,10 @@ struct Conv2dParams {
   }
   // Elements of the workspaces. Without a dtype, for shape inference that does not know it: as many as any dtype needs.
   int64_t forward_workspace(const Conv2dShape &s, DType dtype) const {
-    return largest(dtype, [&](DType each) { return as_read(s).forward_plan(s, each).forward(); });
+    return largest(dtype, [&](DType each) { return as_read(s, each).forward_plan(s, each).forward(); });
   }
   int64_t backward_workspace(const Conv2dShape &s, DType dtype) const {
-    return largest(dtype, [&](DType each) { return as_read(s).backward_plan(s, each).backward(); });
+    return largest(dtype, [&](DType each) { return as_read(s, each).backward_plan(s, each).backward(); });
   }
 
  private:

@@ -847,14 +847,14 @@ Status supports_implicit_gemm(const char *op, bool *yes) {
 
 // The operator with the layout in which its tensors are read.
 template <class Op>
-Op read_as(Op op, const Conv2dShape &s) {
-  static_cast<Conv2dParams &>(op) = op.as_read(s);
+Op read_as(Op op, const Conv2dShape &s, DType dtype) {
+  static_cast<Conv2dParams &>(op) = op.as_read(s, dtype);
   return op;
 }
 
 Status conv2d_cuda(const Conv2d &given, const Tensor *in, const Tensor *out, void *stream_) {
   const Conv2dShape s = given.shape(in[0], in[1], out[0]);
-  const Conv2d op = read_as(given, s);
+  const Conv2d op = read_as(given, s, in[0].dtype);
   const int64_t n = out[0].size();
   if (n == 0) return kOk;
   const auto stream = static_cast<cudaStream_t>(stream_);
@@ -900,7 +900,7 @@ Status conv2d_cuda(const Conv2d &given, const Tensor *in, const Tensor *out, voi
 
 Status conv2d_backward_cuda(const Conv2dBackward &given, const Tensor *in, const Tensor *out, void *stream_) {
   const Conv2dShape s = given.shape(in[1], in[2], in[0]);
-  const Conv2dBackward op = read_as(given, s);
+  const Conv2dBackward op = read_as(given, s, in[0].dtype);
   const Conv2dCall c(op, s);
   const bool wants_dx = out[0] && out[0].size(), wants_dweight = out[1] && out[1].size(),
              wants_dbias = out[2] && out[2].size();

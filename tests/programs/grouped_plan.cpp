@@ -21,7 +21,8 @@ struct Shapes {
   // false: y would have no pixel.
   bool next() {
     const int64_t step = draw(0, 3) ? 2 : 8, most = step == 2 ? 32 : 20;
-    const int64_t in = step * draw(1, most), out = draw(0, 1) ? in : step * draw(1, most);
+    int64_t in = step * draw(1, most), out = draw(0, 1) ? in : step * draw(1, most);
+    if (draw(0, 19) == 0) in = 8 * draw(20, 510), out = 8;  // many chunks
     params = {}, params.groups = draw(2, 2000 / (in + out) + 2), params.layout = static_cast<int>(draw(0, 1));
     int64_t size[2], kernel[2], result[2];
     for (int i = 0; i < 2; ++i) {
@@ -89,17 +90,18 @@ bool apart(const Grouped &g, bool dweight, int pixel) {
 
 bool divides(const Grouped &g, bool dweight) {
   return tiles(g, dweight) && (g.tiles_h - 1) * g.rows < g.h.count && g.h.count <= g.tiles_h * g.rows &&
-         (g.tiles_w - 1) * g.cols < g.w.count && g.w.count <= g.tiles_w * g.cols && g.shared <= kConvShared &&
-         apart(g, dweight, g.pixel) && apart(g, dweight, g.result_pixel) && g.eights <= (g.three ? 2 : 4) &&
-         g.blocks() * g.chunks < 1 << 16 && g.chunks * g.chunk >= g.in && g.parts * g.part >= g.out;
+         (g.tiles_w - 1) * g.cols < g.w.count && g.w.count <= g.tiles_w * g.cols &&
+         g.shared <= (g.columns ? kColumnsShared : kConvShared) && apart(g, dweight, g.pixel) &&
+         apart(g, dweight, g.result_pixel) && g.eights <= (g.three ? 2 : 4) && g.blocks() * g.chunks < 1 << 16 &&
+         g.chunks * g.chunk >= g.in && g.parts * g.part >= g.out;
 }
 
 // Whether dweight's warps have all products: the elements of a column of the kernel, or three, and 16s of results.
 bool shares(const Grouped &g) {
-  const int sixteens = std::max(g.columns, 1) * 16,
-            warps = g.columns > 1 ? kGroupedMostRegisters : kGroupedDweightWarps;
+  const int sixteens = std::max(g.columns, 1) * 16, warps = g.columns > 1 ? kGroupedTwoWarps : kGroupedDweightWarps;
   const int elements = g.columns ? g.w.phase[0].taps : (g.taps() + kGroupedTaps - 1) / kGroupedTaps;
   const int results = g.part < 16 ? g.result_channels : (g.part % 8 ? g.part + 7 : g.part) * g.block_groups;
+  if (g.pieces * g.eights * 8 >= g.channels + 8 * (g.pieces + 1)) return false;  // columns that there are not
   return g.warps <= warps && g.splits * g.warps >= g.sixteens * g.pieces * elements && g.sixteens * sixteens >= results;
 }
 
