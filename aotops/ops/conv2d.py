@@ -15,10 +15,10 @@ def _pair(value):
 
 def _padding(padding, weight, stride, dilation, layout):
     """In numbers: "valid" is 0, and "same" such that the result has the image's size."""
+    if not isinstance(padding, str) or padding not in ("same", "valid"):
+        return _pair(padding)
     if padding == "valid":
         return 0, 0
-    if padding != "same":
-        return _pair(padding)
     if len(getattr(weight, "shape", ())) != 4 or len(_pair(dilation)) != 2:
         return 0, 0  # the library refuses these
     if _pair(stride) != (1, 1):

@@ -63,7 +63,8 @@ def conv2d(
     if layout == "NCHW" and images and (_is_channels_last(x) or _is_channels_last(weight)):
         views = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
         return function(*views, bias, stride, padding, dilation, groups, "NHWC", allow_tf32).permute(0, 3, 1, 2)
-    if padding != "same" or not (isinstance(x, Tensor) and isinstance(weight, Tensor)) or weight.dim() != 4:
+    is_same = isinstance(padding, str) and padding == "same"
+    if not is_same or not (isinstance(x, Tensor) and isinstance(weight, Tensor)) or weight.dim() != 4:
         return NotImplemented
     sides = weight.shape[2:] if layout == "NCHW" else weight.shape[1:3]
     steps = tuple(dilation) if isinstance(dilation, (tuple, list)) else (dilation,)

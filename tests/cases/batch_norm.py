@@ -59,6 +59,7 @@ def in_torch(torch, x, weight=None, bias=None, eps=1e-5, axis=1):
     mean = wide.sum(others) / terms if others else wide
     squares = (wide - mean.reshape(shape)) ** 2
     var = squares.sum(others) / terms if others else squares
+    eps = eps + 0.0  # torch adds no integer of more than 64 bits, which is a number nonetheless
     y = (wide - mean.reshape(shape)) * torch.rsqrt(var.reshape(shape) + eps)
     y = y if weight is None else y * weight.reshape(shape)
     y = y if bias is None else y + bias.reshape(shape)

@@ -396,6 +396,13 @@ def in_one_buffer(one, shifts):
     return found
 
 
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+@pytest.mark.parametrize("value", [np.array([1, 1]), np.array([1.0, 1.0])], ids=str)
+def test_an_array_is_no_pair(name, value):
+    with pytest.raises(TypeError, match=f"conv2d: {name} is .*, expected integers"):
+        ours.conv2d(torch.zeros(1, 2, 5, 5), torch.zeros(2, 2, 3, 3), **{name: value})
+
+
 ON_A_CPU = [
     ((2, 32, 9, 9), 40, 3, {"padding": 1}),
     ((3, 20, 13, 13), 70, 3, {"padding": 1, "stride": 2}),
