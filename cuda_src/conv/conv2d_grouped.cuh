@@ -198,6 +198,43 @@ struct GroupedSum<true> {
   __device__ float value(int e) const { return of[e] + (isfinite(of[e]) ? small[e] : 0); }
 };
 
+// Sets the sums of a unit, 16s of positions by 8s of a group's results from `piece` on, to the bias, which may be null.
+template <typename T, bool kThree, int kSixteens, int kEights>
+__device__ inline void begin_sums(const Grouped &g, const GroupedBlock &block, const T *bias, int group, int piece,
+                                  GroupedSum<kThree> (&sums)[kSixteens][kEights]) {
+  const int of_part = piece * kEights * 8 + lane_index() % 4 * 2;
+  const int left = min(g.part, g.out - block.part * g.part) - of_part;
+  const T *from = bias + block.first_result(g) + group * g.out + of_part;
+#pragma unroll
+  for (int e = 0; e < kEights; ++e)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float value = bias && e * 8 + i % 2 < left ? widen(from[e * 8 + i % 2]) : 0;
+#pragma unroll
+      for (int m = 0; m < kSixteens; ++m) {
+        sums[m][e].of[i] = value;
+        if constexpr (kThree) sums[m][e].small[i] = 0;
+      }
+    }
+}
+
+// Writes them to the unit's results in shared memory, from channel `at` of theirs on.
+template <typename T, bool kThree, int kSixteens, int kEights>
+__device__ inline void keep_sums(const Grouped &g, int at, int piece,
+                                 const GroupedSum<kThree> (&sums)[kSixteens][kEights], char *unit) {
+  const int lane = lane_index();
+#pragma unroll
+  for (int e = 0; e < kEights; ++e) {
+    const int of_part = (piece * kEights + e) * 8 + lane % 4 * 2;
+    if (of_part >= g.part) continue;
+#pragma unroll
+    for (int m = 0; m < 2 * kSixteens; ++m)
+      store_pair<T>(
+          unit + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * static_cast<int>(sizeof(T)),
+          sums[m / 2][e].value(m % 2 * 2), sums[m / 2][e].value(m % 2 * 2 + 1));
+  }
+}
+
 // Words of an operand as products take them: 16 bits as they are, TF32 rounded, or float32 in two parts.
 template <typename T, bool kThree, int n>
 __device__ inline void to_parts(uint32_t (&parts)[kThree ? 2 : 1][n]) {
@@ -346,34 +383,7 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
         }
       }
     };
-    auto begin = [&](int group, int piece) {
-      const int of_part = piece * kEights * 8 + lane % 4 * 2, left = min(g.part, g.out - block.part * g.part) - of_part;
-      const T *from = bias + block.first_result(g) + group * g.out + of_part;
-#pragma unroll
-      for (int e = 0; e < kEights; ++e)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float value = bias && e * 8 + i % 2 < left ? widen(from[e * 8 + i % 2]) : 0;
-#pragma unroll
-          for (int m = 0; m < kSixteens; ++m) {
-            sums[m][e].of[i] = value;
-            if constexpr (kThree) sums[m][e].small[i] = 0;
-          }
-        }
-    };
     char *const mine = staged + (g.chunks > 1 ? warp_index() : unit) * kUnit * g.result_pixel;
-    // to the unit's results in shared memory, from channel `at` of theirs on
-    auto keep = [&](int at, int piece) {
-#pragma unroll
-      for (int e = 0; e < kEights; ++e) {
-        const int of_part = (piece * kEights + e) * 8 + lane % 4 * 2;
-        if (of_part >= g.part) continue;
-#pragma unroll
-        for (int m = 0; m < 2 * kSixteens; ++m)
-          store_pair<T>(mine + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * kSize,
-                        sums[m / 2][e].value(m % 2 * 2), sums[m / 2][e].value(m % 2 * 2 + 1));
-      }
-    };
     // channels [first, end) of the phase's pixels, from vector `begin` of the unit's results on, `apart` at a time
     auto write = [&](int phase, int first, int end, int begin, int apart) {
       const int phase_h = phase / g.w.phases, phase_w = phase - phase_h * g.w.phases;
@@ -399,20 +409,20 @@ __global__ void __launch_bounds__(32 * kGroupedWarps, 3)
         if (phase) __syncthreads();
         for (int task = share; task < groups * g.pieces; task += shares) {
           const int group = task / g.pieces, piece = task - group * g.pieces;
-          begin(group, piece);
+          begin_sums(g, block, bias, group, piece, sums);
           add(group, phase, piece);
-          keep(group * g.part + piece * kEights * 8, piece);
+          keep_sums<T>(g, group * g.part + piece * kEights * 8, piece, sums, mine);
         }
         __syncthreads();
         write(phase, first, end, share * 32 + lane, shares * 32);
       }
     } else {  // a warp has one phase and piece
       const int phase = share / g.pieces, piece = share - phase * g.pieces;
-      if (chunk == 0) begin(0, piece);
+      if (chunk == 0) begin_sums(g, block, bias, 0, piece, sums);
       add(0, phase, piece);
       if (!next_chunk) {
         const int first = block.first_result(g) + piece * kEights * 8;
-        keep(0, piece);
+        keep_sums<T>(g, 0, piece, sums, mine);
         __syncwarp();
         write(phase, first, min(block.first_result(g) + g.part, (block.group + 1) * g.out), lane, 32);
       }

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(256, 3)
 #endif
   };
 
-  float sums[2][kEights][4];
+  GroupedSum<false> sums[2][kEights];
   load(blockIdx.x, 0, 0);
   if (!kGroupedTma) commit_copies();
   int chunk = 0, stage = 0;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(256, 3)
             for (int m = 0; m < 2; ++m) {
               const auto &low = a[i][2 * m + r], &high = a[i][2 * m + r + 1];
               const uint32_t rows[4] = {low[0], high[0], low[1], high[1]};
-              multiply_add(sums[m][e], rows, b[e].x, b[e].y, T());
+              multiply_add(sums[m][e].of, rows, b[e].x, b[e].y, T());
             }
         }
       };
@@ -215,29 +215,7 @@ __global__ void __launch_bounds__(256, 3)
         }
       }
     };
-    auto begin = [&](int group, int piece) {
-      const int of_part = piece * kEights * 8 + lane % 4 * 2, left = min(g.part, g.out - block.part * g.part) - of_part;
-      const T *from = bias + block.first_result(g) + group * g.out + of_part;
-#pragma unroll
-      for (int e = 0; e < kEights; ++e)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float value = bias && e * 8 + i % 2 < left ? widen(from[e * 8 + i % 2]) : 0;
-          sums[0][e][i] = value, sums[1][e][i] = value;
-        }
-    };
     char *const mine = staged + (g.chunks > 1 ? warp_index() : unit) * kUnit * g.result_pixel;
-    auto keep = [&](int at, int piece) {
-#pragma unroll
-      for (int e = 0; e < kEights; ++e) {
-        const int of_part = (piece * kEights + e) * 8 + lane % 4 * 2;
-        if (of_part >= g.part) continue;
-#pragma unroll
-        for (int m = 0; m < 4; ++m)
-          store_pair<T>(mine + (m * 8 + lane / 4) * g.result_pixel + (at + e * 8 + lane % 4 * 2) * kSize,
-                        sums[m / 2][e][m % 2 * 2], sums[m / 2][e][m % 2 * 2 + 1]);
-      }
-    };
     // channels [first, end) of the pixels, from vector `begin` of the unit's results on, `apart` at a time
     auto write = [&](int first, int end, int begin, int apart) {
       constexpr int kAtOnce = 4;  // vectors that are read before they are written
@@ -270,18 +248,18 @@ __global__ void __launch_bounds__(256, 3)
       const int end = groups > 1 || g.parts == 1 ? first_result + groups * g.out : min(first_result + g.part, of_group);
       for (int task = share; task < groups * g.pieces; task += shares) {
         const int group = task / g.pieces, piece = task - group * g.pieces;
-        begin(group, piece);
+        begin_sums(g, block, bias, group, piece, sums);
         add(group, piece);
-        keep(group * g.part + piece * kEights * 8, piece);
+        keep_sums<T>(g, group * g.part + piece * kEights * 8, piece, sums, mine);
       }
       __syncthreads();
       write(first_result, end, share * 32 + lane, shares * 32);
     } else {  // a warp has a piece
       const int piece = share;
-      if (chunk == 0) begin(0, piece);
+      if (chunk == 0) begin_sums(g, block, bias, 0, piece, sums);
       add(0, piece);
       if (!next_chunk) {
-        keep(0, piece);
+        keep_sums<T>(g, 0, piece, sums, mine);
         __syncwarp();
         write(first_result + piece * kEights * 8, min(first_result + g.part, of_group), lane, 32);
       }

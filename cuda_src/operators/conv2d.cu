@@ -248,6 +248,18 @@ __global__ void __launch_bounds__(kDirectBlock)
 
 // ----------------------------------------------------------------------------------------------------------- launchers
 
+Planes x_planes(const Conv2dShape &s) { return {s.batch, s.channels, s.height * s.width}; }
+Planes y_planes(const Conv2dShape &s) { return {s.batch, s.out_channels, s.out_h * s.out_w}; }
+
+// Packs *tensor to `to`, and sets it to `to`, if it is to be packed.
+template <typename T>
+Status pack_if(bool packed, bool nhwc, const T **tensor, T *to, Planes planes, int64_t images, int64_t channels,
+               LaunchSequence &launch) {
+  if (!packed) return kOk;
+  AOT_TRY(pack(nhwc, *tensor, planes, to, images, channels, launch));
+  return *tensor = to, kOk;
+}
+
 // An implicit GEMM of a call, of so many channels and outputs of a pixel; without tensors.
 Conv2dGemm gemm_of(const Conv2dParams &params, const Conv2dShape &s, DType dtype, int64_t channels,
                    int64_t out_channels) {
@@ -298,12 +310,12 @@ class ImplicitGemmCall {
       bias = bias_at;
     }
     AOT_TRY(pack_weight(&weight, weight_at));
-    AOT_TRY(pack_images(plan_.packed_x, &x, x_at, x_planes(), plan_.channels));
+    AOT_TRY(pack_images(plan_.packed_x, &x, x_at, x_planes(call_.s), plan_.channels));
     p_.whole_vectors = !plan_.packed_y;
     p_.pass = Conv2dGemm::y, p_.a = x, p_.b = weight, p_.bias = bias;
     p_.to = y, p_.to_strides = call_.y, p_.to_channels = s.out_channels;
     if (conv2d_sm90_takes(op(), &p_, kMaxCluster, true)) return conv2d_sm90(launch_, p_);
-    return cutlass(p_, plan_.packed_y, y_at, y_planes(), plan_.out_channels);
+    return cutlass(p_, plan_.packed_y, y_at, y_planes(call_.s), plan_.out_channels);
   }
 
   // dx or dweight may be null.
@@ -339,8 +351,8 @@ class ImplicitGemmCall {
     const bool hwcn = dweight_sm90 && of_dweight.hwcn, packs_x = dweight && !hwcn && !dweight_planes;
     if (hwcn) AOT_TRY(copy_both_to_hwcn(dy, x, &of_dweight, &slices));
 
-    if (dx || packs_x) AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(), plan_.out_channels));
-    auto pack_x = [&] { return pack_images(plan_.packed_x, &x, x_at, x_planes(), plan_.channels); };
+    if (dx || packs_x) AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(call_.s), plan_.out_channels));
+    auto pack_x = [&] { return pack_images(plan_.packed_x, &x, x_at, x_planes(call_.s), plan_.channels); };
     // x is packed before dx is computed, so that dweight's kernel may overlap dx's; except that packed dx takes the
     // place of packed x
     const bool x_first = !dx || (dx_sm90 && !apart);
@@ -351,8 +363,8 @@ class ImplicitGemmCall {
       of_dx.a = dy, of_dx.b = weight;
       if (dx_planes) AOT_TRY(planes_dx(launch_, of_dx));
       else if (dx_sm90) AOT_TRY(conv2d_sm90(launch_, of_dx));
-      else AOT_TRY(cutlass(of_dx, plan_.packed_x, x_at, x_planes(), plan_.channels));
-      if (apart) AOT_TRY(unpack(false, x_at, plan_.channels, x_planes(), dx, launch_));
+      else AOT_TRY(cutlass(of_dx, plan_.packed_x, x_at, x_planes(call_.s), plan_.channels));
+      if (apart) AOT_TRY(unpack(false, x_at, plan_.channels, x_planes(call_.s), dx, launch_));
     }
     if (!dweight) return kOk;
     if (packs_x) {
@@ -392,8 +404,8 @@ class ImplicitGemmCall {
     if constexpr (sizeof(T) == 4) {
       float *dy_at = std::exchange(*next, *next + plan_.hwcn_y), *x_at = std::exchange(*next, *next + plan_.hwcn_x);
       dweight->a = dy_at, dweight->b = x_at;
-      AOT_TRY(copy_to_hwcn(launch_, call_.nhwc, dy, y_planes(), dy_at));
-      return copy_to_hwcn(launch_, call_.nhwc, x, x_planes(), x_at);
+      AOT_TRY(copy_to_hwcn(launch_, call_.nhwc, dy, y_planes(call_.s), dy_at));
+      return copy_to_hwcn(launch_, call_.nhwc, x, x_planes(call_.s), x_at);
     }
     return kOk;
   }
@@ -406,7 +418,7 @@ class ImplicitGemmCall {
     p.to = y, p.to_strides = call_.y, p.to_channels = call_.s.out_channels;
     if (!(*taken = takes_three(&p, 1))) return kOk;
     AOT_TRY(split(true, weight, weight_planes(), &p.b, plan_.three_weight));
-    AOT_TRY(split(true, x, x_planes(), &p.a, plan_.three_x));
+    AOT_TRY(split(true, x, x_planes(call_.s), &p.a, plan_.three_x));
     return conv2d_sm90(launch_, p);
   }
   Status backward_of_three(const float *dy, const float *x, const float *weight, float *dx, float *dweight,
@@ -421,9 +433,9 @@ class ImplicitGemmCall {
     if (!*taken) return kOk;
 
     float *x_at = next_;
-    AOT_TRY(split(dweight, x, x_planes(), &of_dweight.b, plan_.three_x));
+    AOT_TRY(split(dweight, x, x_planes(call_.s), &of_dweight.b, plan_.three_x));
     AOT_TRY(split(dx, weight, weight_planes(), &of_dx.b, plan_.three_weight));
-    AOT_TRY(split(true, dy, y_planes(), &of_dx.a, plan_.three_y));
+    AOT_TRY(split(true, dy, y_planes(call_.s), &of_dx.a, plan_.three_y));
     of_dweight.a = of_dx.a, of_dweight.to = next_;
     // A phase of a strided dx would write single elements of every other pixel of NCHW: dx takes the place of x first.
     const bool apart = plan_.packed_x && p_.stride_w > 1;
@@ -439,7 +451,7 @@ class ImplicitGemmCall {
     }
     if (!apart || !dx) return kOk;
     AOT_TRY(conv2d_sm90(launch_, of_dx));
-    return unpack(false, x_at, s.channels, x_planes(), dx, launch_);
+    return unpack(false, x_at, s.channels, x_planes(call_.s), dx, launch_);
   }
 
   // The GEMM kernels count bytes in 31 bits, and have a bit mask for the rows and columns of the kernel.
@@ -456,22 +468,14 @@ class ImplicitGemmCall {
   }
 
   const char *op() const { return launch_.op(); }
-  Planes x_planes() const { return {call_.s.batch, call_.s.channels, call_.s.height * call_.s.width}; }
-  Planes y_planes() const { return {call_.s.batch, call_.s.out_channels, call_.s.out_h * call_.s.out_w}; }
   T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
 
-  // Packs *tensor to `to` if the plan says so, and sets it to `to`.
-  Status pack_if_planned(bool packed, const T **tensor, T *to, Planes planes, int64_t images, int64_t channels) {
-    if (!packed) return kOk;
-    AOT_TRY(pack(call_.nhwc, *tensor, planes, to, images, channels, launch_));
-    return *tensor = to, kOk;
-  }
   Status pack_images(bool packed, const T **tensor, T *to, Planes planes, int64_t channels) {
-    return pack_if_planned(packed, tensor, to, planes, planes.images, channels);
+    return pack_if(packed, call_.nhwc, tensor, to, planes, planes.images, channels, launch_);
   }
   Status pack_weight(const T **weight, T *to) {
-    return pack_if_planned(plan_.packed, weight, to, {call_.s.out_channels, call_.s.channels, call_.s.kernel()},
-                           plan_.out_channels, plan_.channels);
+    return pack_if(plan_.packed, call_.nhwc, weight, to, {call_.s.out_channels, call_.s.channels, call_.s.kernel()},
+                   plan_.out_channels, plan_.channels, launch_);
   }
   // (out_channels, channels, kernel), in either layout, to the same with out_channels innermost.
   Status transpose_weight(const T **weight, T *to, Conv2dGemm *dx) {
@@ -574,12 +578,12 @@ class PatchesCall {
     g_.bias = bias;
     AOT_TRY(run_gemm(call_.pixels, outputs(), depth(), {data(patches), depth()}, {data(weight), depth(), true},
                      {call_.nhwc ? y : y_, outputs()}));
-    return call_.nhwc ? kOk : unpack(false, y_, outputs(), y_planes(), y, launch_);
+    return call_.nhwc ? kOk : unpack(false, y_, outputs(), y_planes(call_.s), y, launch_);
   }
   // dx or dweight may be null.
   Status backward(const T *dy, const T *x, const T *weight, T *dx, T *dweight) {
     if (!call_.nhwc) {
-      AOT_TRY(pack(false, dy, y_planes(), y_, call_.s.batch, outputs(), launch_));
+      AOT_TRY(pack(false, dy, y_planes(call_.s), y_, call_.s.batch, outputs(), launch_));
       dy = y_;
     }
     if (dweight) {
@@ -607,7 +611,6 @@ class PatchesCall {
   int64_t outputs() const { return call_.s.out_channels; }
   int64_t terms() const { return call_.s.channels * call_.s.kernel(); }
   int64_t depth() const { return plan_.channels; }  // terms, padded
-  Planes y_planes() const { return {call_.s.batch, outputs(), call_.s.out_h * call_.s.out_w}; }
   // The patches of x, which x itself may be.
   Status patches_of(const T *x, const T **patches) {
     *patches = plan_.x ? patches_ : x;
@@ -679,18 +682,18 @@ class GroupedImages {
 
   Status y(const T *x, const T *weight, const T *bias, T *y) {
     T *x_at = take(plan_.x), *y_at = plan_.packed_y ? take(plan_.y) : y;
-    AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at, plan_.channels));
+    AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(call_.s), x_at, plan_.channels));
     AOT_TRY(grouped_forward(launch_, plan_.grouped_images, call_, false, x, weight, bias, next_, y_at));
-    return plan_.packed_y ? unpack(call_.nhwc, y_at, plan_.out_channels, y_planes(), y, launch_) : kOk;
+    return plan_.packed_y ? unpack(call_.nhwc, y_at, plan_.out_channels, y_planes(call_.s), y, launch_) : kOk;
   }
 
   // dx or dweight may be null. Packed dx takes the place of packed x.
   Status backward(const T *dy, const T *x, const T *weight, T *dx, T *dweight) {
     T *x_at = take(plan_.x), *dy_at = take(plan_.y);
-    AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(), dy_at, plan_.out_channels));
+    AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(call_.s), dy_at, plan_.out_channels));
     if (dweight) {
       const Grouped &g = plan_.grouped_dweight;
-      AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at, plan_.channels));
+      AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(call_.s), x_at, plan_.channels));
       AOT_TRY(grouped_dweight(launch_, g, dy, x, next_));
       Conv2dCall of_group = call_;
       of_group.s.channels = g.in;
@@ -701,17 +704,13 @@ class GroupedImages {
     T *dx_at = plan_.packed_x ? x_at : dx;
     AOT_TRY(grouped_forward(launch_, plan_.grouped_images, call_, true, dy, weight, static_cast<const T *>(nullptr),
                             next_, dx_at));
-    return plan_.packed_x ? unpack(call_.nhwc, dx_at, plan_.channels, x_planes(), dx, launch_) : kOk;
+    return plan_.packed_x ? unpack(call_.nhwc, dx_at, plan_.channels, x_planes(call_.s), dx, launch_) : kOk;
   }
 
  private:
   T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
-  Planes x_planes() const { return {call_.s.batch, call_.s.channels, call_.s.height * call_.s.width}; }
-  Planes y_planes() const { return {call_.s.batch, call_.s.out_channels, call_.s.out_h * call_.s.out_w}; }
   Status pack_images(bool packed, const T **tensor, Planes planes, T *to, int64_t channels) {
-    if (!packed) return kOk;
-    AOT_TRY(pack(call_.nhwc, *tensor, planes, to, planes.images, channels, launch_));
-    return *tensor = to, kOk;
+    return pack_if(packed, call_.nhwc, tensor, to, planes, planes.images, channels, launch_);
   }
 
   const Conv2dCall call_;
@@ -741,7 +740,7 @@ class GroupedGemmCall {
     if (!(*taken = reads(x, y) && conv2d_sm90_takes(launch_.op(), &p, 1, true))) return kOk;
     T *x_at = take(plan_.x), *weight_at = take(plan_.weight);
     AOT_TRY(pack_weight(&weight, weight_at));
-    AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at));
+    AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(call_.s), x_at));
     p.a = x, p.b = weight;
     return conv2d_sm90(launch_, p);
   }
@@ -764,9 +763,9 @@ class GroupedGemmCall {
     if (!takes_dx && !takes_dweight) return kOk;
 
     // Packing comes first, so that dweight's kernel may overlap dx's.
-    AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(), dy_at));
+    AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(call_.s), dy_at));
     if (takes_dx) AOT_TRY(pack_weight(&weight, weight_at));
-    if (takes_dweight) AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(), x_at));
+    if (takes_dweight) AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(call_.s), x_at));
     of_dx.a = of_dweight.a = dy, of_dx.b = weight, of_dweight.b = x;
     if (takes_dx && !apart) AOT_TRY(conv2d_sm90(launch_, of_dx));
     if (takes_dweight) {
@@ -780,7 +779,7 @@ class GroupedGemmCall {
     }
     if (takes_dx && apart) {
       AOT_TRY(conv2d_sm90(launch_, of_dx));
-      AOT_TRY(unpack(false, x_at, s.channels, x_planes(), dx, launch_));
+      AOT_TRY(unpack(false, x_at, s.channels, x_planes(call_.s), dx, launch_));
     }
     *dx_left = *dx_left && !takes_dx, *dweight_left = *dweight_left && !takes_dweight;
     return kOk;
@@ -790,18 +789,13 @@ class GroupedGemmCall {
   // Whether TMA takes two images, which are packed or as they are.
   bool reads(const T *a, const T *b) const { return supported_ && (!call_.nhwc || aligned(a, b)); }
   T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
-  Planes x_planes() const { return {call_.s.batch, call_.s.channels, call_.s.height * call_.s.width}; }
-  Planes y_planes() const { return {call_.s.batch, call_.s.out_channels, call_.s.out_h * call_.s.out_w}; }
   Status pack_images(bool packed, const T **images, Planes planes, T *to) {
-    if (!packed) return kOk;
-    AOT_TRY(pack(false, *images, planes, to, planes.images, planes.channels, launch_));
-    return *images = to, kOk;
+    return pack_if(packed, call_.nhwc, images, to, planes, planes.images, planes.channels, launch_);
   }
   Status pack_weight(const T **weight, T *to) {
-    if (call_.nhwc && aligned(*weight)) return kOk;
     const Planes planes = {call_.s.out_channels, call_.s.channels / call_.groups, call_.s.kernel()};
-    AOT_TRY(pack(call_.nhwc, *weight, planes, to, planes.images, planes.channels, launch_));
-    return *weight = to, kOk;
+    const bool packed = !call_.nhwc || !aligned(*weight);
+    return pack_if(packed, call_.nhwc, weight, to, planes, planes.images, planes.channels, launch_);
   }
 
   const Conv2dCall call_;
