@@ -22,7 +22,8 @@ struct Conv2dGemm {
   const void *bias;   // of y, or null
   void *to;           // the result; for dweight with slices, (slices, ...) partial sums in float32
   int slices;         // split-K; 0: the sum is not split
-  int groups = 1;     // more on sm_90 only, in 16 bits: `channels` and `out_channels` are of all
+  int groups = 1;     // more on sm_90 only: `channels` and `out_channels` are of all
+  int narrow = 0;  // channels and outputs of a group, if a box of 128 bytes has whole groups (dweight: of 64 channels)
 
   // for sm_90 only
   Strides to_strides;    // of y or dx, in any layout

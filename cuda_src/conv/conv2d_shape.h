@@ -43,8 +43,8 @@ struct Conv2dParams {
   }
 
   // Sums over pixels are split in slices, whose partial sums a second kernel adds in their order. dbias: kSlices
-  // slices. dweight: as many as give kFullGrid blocks, two for each multiprocessor of an H200; of kMinSlice pixels at
-  // least.
+  // slices. dweight: at most as many as give kFullGrid blocks, two for each multiprocessor of an H200; of kMinSlice
+  // pixels at least.
   static constexpr int64_t kSlices = 128, kFullGrid = 264, kMinSlice = 256;
 
   // The kernels that a result is for. Sizes alone decide, as they decide the workspace; the launchers may find that the
@@ -55,8 +55,8 @@ struct Conv2dParams {
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
   //   depthwise      a group for each channel (conv2d_depthwise.h)
-  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h); in 16 bits, of multiples of
-  //                  64, the implicit GEMM on compute capability 9.0
+  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h); in 16 bits and TF32, of
+  //                  multiples of 64 and of 16 or 32, the implicit GEMM on compute capability 9.0
   //   direct         any call
   enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise, grouped };
   // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
@@ -244,18 +244,46 @@ struct Conv2dParams {
     return g->slices = static_cast<int>(std::clamp<int64_t>(kFullGrid / blocks, 1, g->tiles())), true;
   }
 
-  // Whether groups in 16 bits are of whole boxes of the implicit GEMM's channels and outputs (conv2d_wgmma.cuh).
-  // Compute capability 9.0 alone has the kernels, as those of a plan's `three`; elsewhere conv2d_grouped.h's take the
-  // call, if they do, or the direct ones.
+  // Whether groups in 16 bits and TF32 are of whole boxes of the implicit GEMM's channels and outputs
+  // (conv2d_wgmma.cuh). Compute capability 9.0 alone has the kernels, as those of a plan's `three`; elsewhere
+  // conv2d_grouped.h's take the call, if they do, or the direct ones.
   static constexpr int64_t kGroupBox = 64;
   bool takes_boxes(const Conv2dShape &s, DType dtype) const {
     constexpr int64_t kMost = 1 << 30;  // with a tile's overhang
-    return kHasSm90 && itemsize(dtype) == 2 && (s.channels / groups | s.out_channels / groups) % kGroupBox == 0 &&
+    return kHasSm90 && (itemsize(dtype) == 2 || (dtype == DType::float32 && allow_tf32)) &&
+           (s.channels / groups | s.out_channels / groups) % kGroupBox == 0 &&
            s.batch * std::max(s.height * s.width, s.out_h * s.out_w) < kMost;
+  }
+  // Whether a box has several groups, of as many outputs as channels: likewise.
+  bool are_narrow(const Conv2dShape &s, DType dtype) const {
+    const int64_t together = kGroupBox / (s.channels / groups);
+    if (together < 2 || groups % together || s.channels != s.out_channels) return false;
+    Conv2dParams merged = *this;
+    merged.groups = groups / together;
+    return merged.takes_boxes(s, dtype);
+  }
+  // y and dx: groups of 16 and 32 channels in 16 bits, and of 32 in TF32. Each group has products of its own, of 32
+  // bytes of its channels. Kernels by columns read an image once, not for each element of the kernel
+  // (docs/lab_notes.md).
+  bool takes_narrow(const Conv2dShape &s, DType dtype, bool by_columns) const {
+    constexpr int64_t kMostPixels = 40 * 40;  // 28 x 28 is faster, 56 x 56 slower
+    const int64_t channels = s.channels / groups;
+    if (!are_narrow(s, dtype)) return false;
+    if (channels == 32) return true;
+    return itemsize(dtype) == 2 && channels == 16 && (!by_columns || s.height * s.width <= kMostPixels);
+  }
+  // dweight likewise, of any number of channels in NHWC; NCHW is packed for y's kernels as well.
+  bool takes_diagonal(const Conv2dShape &s, DType dtype, bool by_columns) const {
+    constexpr int64_t kMostPixels = 20 * 20;  // 14 x 14 is faster, 28 x 28 slower
+    const int64_t channels = s.channels / groups;
+    if (!are_narrow(s, dtype)) return false;
+    if (itemsize(dtype) == 4) return channels == 32 && takes_hwcn(s, dtype);
+    return by_columns ? channels >= 16 && s.height * s.width <= kMostPixels
+                      : channels >= 16 || (nhwc() && channels % 4 == 0);
   }
   // Slices of dweight, at most: an H200's multiprocessors have two blocks each of three boxes, or as few.
   int64_t boxes_slices(const Conv2dShape &s) const {
-    const int64_t boxes = s.out_channels / kGroupBox * s.kernel() * (s.channels / groups / kGroupBox);
+    const int64_t boxes = s.out_channels / kGroupBox * s.kernel() * divide_up(s.channels / groups, kGroupBox);
     const int64_t steps = divide_up(s.pixels(), kGroupBox);
     return std::clamp<int64_t>(3 * kFullGrid / boxes, 1, divide_up(steps, 4));
   }
@@ -313,6 +341,8 @@ struct Conv2dParams {
     int64_t few_dweight = 0, few_dx = 0;         // of few channels: the same in all; the weight
     int64_t depthwise_dweight = 0;               // the same, depthwise
     Grouped grouped_images, grouped_dweight;     // y's pass or dx's, and dweight's
+    bool boxes = false, boxes_dweight = false;   // whether the implicit GEMM takes the groups, on 9.0
+    int narrow = 0;                              // channels of a group if a box has several
     // float32 in three parts (conv2d_parts.cuh): packed tensors, and dweight's slices. Compute capability 9.0 alone has
     // the kernels, but shape inference, which a trace may run elsewhere, knows the library and not the device.
     bool three = false;
@@ -333,7 +363,9 @@ struct Conv2dParams {
       return std::max(
                  {weight + (packed ? y + x : 0) + hwcn_x + hwcn_y + std::max(slices, planes_slices) * slice + library,
                   three_weight + three_y + three_x + three_slices * slice, few_dweight, few_dx, depthwise_dweight,
-                  x + y + std::max({grouped_images.words(), grouped_dweight.sums(), weight + slices * slice})}) +
+                  x + y +
+                      std::max({grouped_images.words(), grouped_dweight.sums(),
+                                weight + hwcn_x + hwcn_y + slices * slice})}) +
              dbias;
     }
   };
@@ -442,10 +474,15 @@ struct Conv2dParams {
       p.packed_x = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
       p.x = p.packed_x ? words(s.batch * s.height * s.width * p.channels, size) : 0;
       p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
-      if (takes_boxes(s, dtype)) {
-        p.slice = s.out_channels * s.kernel() * (s.channels / groups);
-        p.weight = words(p.slice, size), p.slices = boxes_slices(s);
-      }
+      const bool wide = takes_boxes(s, dtype);
+      p.boxes = wide || takes_narrow(s, dtype, p.grouped_images.columns > 0);
+      p.boxes_dweight =
+          wide ? size == 2 || takes_hwcn(s, dtype) : takes_diagonal(s, dtype, p.grouped_dweight.columns > 0);
+      if (!p.boxes && !p.boxes_dweight) return p;
+      p.narrow = wide ? 0 : static_cast<int>(s.channels / groups);
+      p.slice = s.out_channels * s.kernel() * (s.channels / groups);
+      p.weight = p.boxes ? words(p.slice, size) : 0, p.slices = p.boxes_dweight ? boxes_slices(s) : 0;
+      if (p.boxes_dweight && size == 4) set_hwcn(s, &p);
       return p;
     }
     if (!p.any(implicit_gemm) && !products) return p;
@@ -454,7 +491,8 @@ struct Conv2dParams {
     p.packed = p.packed_x || p.packed_y;
     p.bias = words(s.out_channels + 7, 4);
     p.x = p.packed_x ? words(s.batch * s.height * s.width * p.channels, size) : 0;
-    p.weight = words(p.out_channels * s.kernel() * p.channels, size);
+    // only dx of TF32 has another order of the weight than NHWC
+    p.weight = p.packed || size > 2 ? words(p.out_channels * s.kernel() * p.channels, size) : 0;
     p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
     if (p.of_dweight == few_channels) return p;
     if (dtype == DType::float32) {
@@ -463,14 +501,13 @@ struct Conv2dParams {
       constexpr int64_t kWidest = 8;  // elements in a vector of the narrowest dtype
       const int64_t rows = round_up(s.out_channels, kWidest), cols = s.kernel() * round_up(s.channels, kWidest);
       const int64_t tiles = divide_up(rows, s.out_channels <= 64 ? 64 : 128) * divide_up(cols, 128);
-      p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
+      p.slices = std::max<int64_t>(kFullGrid / std::max<int64_t>(tiles, 1), 1);
     }
     p.slice = p.out_channels * s.kernel() * p.channels;
     if (kHasSm90 && p.of_dweight == implicit_gemm && takes_planes(s, dtype)) {
       p.planes_slices = planes_slices(s);
     } else if (kHasSm90 && p.of_dweight == implicit_gemm && takes_hwcn(s, dtype)) {
-      p.hwcn_x = s.height * s.width * s.channels * hwcn_pitch(s.batch);
-      p.hwcn_y = s.out_h * s.out_w * s.out_channels * hwcn_pitch(s.batch);
+      set_hwcn(s, &p);
     }
     p.three = kHasSm90 && dtype == DType::float32 && !allow_tf32 && s.channels % 64 == 0 && s.out_channels % 64 == 0;
     if (!p.three) return p;
@@ -480,6 +517,11 @@ struct Conv2dParams {
     const int64_t tiles = divide_up(s.out_channels, 128) * divide_up(s.kernel() * s.channels, 128);
     p.three_slices = std::clamp<int64_t>(kFullGrid / 2 / tiles, 1, divide_up(s.pixels(), kMinSlice));
     return p;
+  }
+
+  static void set_hwcn(const Conv2dShape &s, Plan *p) {
+    p->hwcn_x = s.height * s.width * s.channels * hwcn_pitch(s.batch);
+    p->hwcn_y = s.out_h * s.out_w * s.out_channels * hwcn_pitch(s.batch);
   }
 
   // The slices with which dweight's blocks, all but filling the GPU once or several times, take the least time: adding

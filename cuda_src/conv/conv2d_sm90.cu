@@ -16,6 +16,7 @@ using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;  // phases
 using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
 using DeepTile = WgmmaTile<4, 1, 1, 1, 5, 1, 2, true>;
 using LinesTile = WgmmaTile<4, 2, 1, 2, 3, 1, 4, true>;
+using SmallTile = WgmmaTile<1, 1, 1, 1, 3, 4>;  // of narrow groups
 // dweight, whose columns are kernel elements x channels:
 using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;
 using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;   // few boxes
@@ -148,6 +149,29 @@ auto with_tile_of_group(const Conv2dWgmma &p, F f) {
   }
 }
 
+// Narrow groups. y and dx:
+template <class Tile, typename T, class F>
+auto with_narrow(const Conv2dGemm &c, F f) {
+  const int64_t bytes = c.narrow * static_cast<int64_t>(sizeof(T));
+  if constexpr (sizeof(T) == 2) {
+    if (bytes == 32) return f(Type<TileOfNarrow<Tile, 32, 2>>());
+    return f(Type<TileOfNarrow<Tile, 64, 2>>());
+  } else {
+    return f(Type<TileOfNarrow<Tile, 128, 4>>());
+  }
+}
+template <typename T, class F>
+auto with_tile_of_narrow(const Conv2dGemm &c, const Conv2dWgmma &p, F f) {
+  constexpr int kFew = 8;  // boxes of a multiprocessor
+  if constexpr (sizeof(T) == 2)
+    if (count_tiles<SmallTile>(c.pass, p) <= kFew * kMultiprocessors) return with_narrow<SmallTile, T>(c, f);
+  return with_narrow<OneColumnTile, T>(c, f);
+}
+
+int slices_of_diagonal(const Conv2dWgmma &p, int most) {
+  return std::max(count_slices<DweightTriple, Conv2dGemm::dweight>(p, most), 1);
+}
+
 // Slices of the sum, at most `most`, with the tile to use.
 template <Conv2dGemm::Pass kPass>
 int count_slices(const Conv2dWgmma &p, int most) {
@@ -203,13 +227,15 @@ auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
   return f(Type<SquareTile>());
 }
 
+// In HWCN. The rows of a tile are of one group.
 template <class F>
-auto with_tile_of_hwcn(const Conv2dWgmma &p, F f) {
-  return p.rows <= kBox ? f(Type<DweightTriple>()) : f(Type<DweightSix>());
+auto with_tile_of_hwcn(const Conv2dGemm &c, F f) {
+  const int boxes = static_cast<int>(ceil_div(c.out_channels / c.groups, kBox));
+  return boxes == 1 || (c.groups > 1 && boxes % 2) ? f(Type<DweightTriple>()) : f(Type<DweightSix>());
 }
 
-int slices_of_hwcn(const Conv2dWgmma &p, int most) {
-  return with_tile_of_hwcn(p, [&](auto type) {
+int slices_of_hwcn(const Conv2dGemm &c, const Conv2dWgmma &p, int most) {
+  return with_tile_of_hwcn(c, [&](auto type) {
     return std::max(count_slices<typename decltype(type)::type, Conv2dGemm::dweight>(p, most), 1);
   });
 }
@@ -240,14 +266,15 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   // TMA loads short rows slowly
   if ((dx ? p->out_channels : p->channels) < 32) return false;
   // A box of a group's channels has no others: zeros in the place of these would make NaN of infinities.
-  if (p->groups > 1 && (itemsize(p->dtype) != 2 || (p->channels / p->groups | p->out_channels / p->groups) % kBox))
-    return false;
+  const bool whole = !p->three && (p->channels / p->groups | p->out_channels / p->groups) % kBox == 0;
+  if (p->groups > 1 && !p->narrow && !whole) return false;
   // Not worth it for tiny tensors, for which some drivers encode wrong maps.
   const int64_t image = int64_t{p->height} * p->width * p->channels,
                 out = int64_t{p->out_h} * p->out_w * p->out_channels;
   if (p->batch * std::min(image, out) < 1 << 16) return false;
   if (p->three) return p->slices = dweight ? slices_of_three(wgmma_params(*p), max_slices) : 0, true;
-  if (p->hwcn) return p->slices = slices_of_hwcn(wgmma_params(*p), max_slices), true;
+  if (p->narrow) return p->slices = dweight ? slices_of_diagonal(wgmma_params(*p), max_slices) : 0, true;
+  if (p->hwcn) return p->slices = slices_of_hwcn(*p, wgmma_params(*p), max_slices), true;
   // y and dx: in each launch, because the phases of a strided dx have sums of different lengths
   const auto count = p->groups > 1 ? slices_of_groups : count_slices<Conv2dGemm::dweight>;
   p->slices = dweight ? count(wgmma_params(*p), max_slices) : 0;
@@ -274,8 +301,19 @@ Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
 
 template <Conv2dGemm::Pass kPass, typename T>
 Status run_groups(LaunchSequence &launch, const Conv2dWgmma &p) {
-  return with_tile_of_group<kPass>(
-      p, [&](auto type) { return launch_wgmma<T, kPass, TileOfGroup<typename decltype(type)::type>>(launch, p); });
+  return with_tile_of_group<kPass>(p, [&](auto type) {
+    using Tile = typename decltype(type)::type;
+    if constexpr (sizeof(T) == 4 && (kPass == Conv2dGemm::dweight || Tile::kSwapped)) return kOk;  // not supported
+    else return launch_wgmma<T, kPass, TileOfGroup<Tile>>(launch, p);
+  });
+}
+
+template <Conv2dGemm::Pass kPass, typename T>
+Status run_narrow(LaunchSequence &launch, const Conv2dGemm &c, const Conv2dWgmma &p) {
+  if constexpr (kPass == Conv2dGemm::dweight) return launch_wgmma<T, kPass, TileOfDiagonal<DweightTriple>>(launch, p);
+  else
+    return with_tile_of_narrow<T>(
+        c, p, [&](auto type) { return launch_wgmma<T, kPass, typename decltype(type)::type>(launch, p); });
 }
 
 // All phases in one kernel. Their blocks start in the order of their sums' lengths, so that the short ones fill what
@@ -296,8 +334,10 @@ template <typename T>
 Status run_phases(LaunchSequence &launch, const Conv2dGemm &c) {
   Conv2dPhases all;
   AOT_TRY(phases_of(launch.op(), c, &all));
-  if constexpr (sizeof(T) == 2)
-    if (c.groups > 1) return launch_phases<T, TileOfGroup<OneColumnTile>>(launch, all);
+  if (c.narrow)
+    return with_narrow<OneColumnTile, T>(
+        c, [&](auto type) { return launch_phases<T, typename decltype(type)::type>(launch, all); });
+  if (c.groups > 1) return launch_phases<T, TileOfGroup<OneColumnTile>>(launch, all);
   return with_fastest_of_phases(all, [&](auto type) {
     using Tile = typename decltype(type)::type;
     if constexpr (sizeof(T) == 4 && Tile::kSwapped) return kOk;  // not supported
@@ -320,14 +360,16 @@ Status run(LaunchSequence &launch, const Conv2dGemm &c) {
       if (choice.time * 33 / 32 < least_estimate(p) + 1000) return run_rows<T>(launch, c, choice);
     }
   if (!map_operands(c, &p)) return refused(launch.op());
+  if (c.narrow) return with_pass(c.pass, [&](auto pass) { return run_narrow<pass.value, T>(launch, c, p); });
   if constexpr (sizeof(T) == 4)
     if (c.pass == Conv2dGemm::dweight)
-      return with_tile_of_hwcn(p, [&](auto type) {
-        return launch_wgmma<float, Conv2dGemm::dweight, typename decltype(type)::type>(launch, p);
+      return with_tile_of_hwcn(c, [&](auto type) {
+        using Tile = typename decltype(type)::type;
+        return c.groups > 1 ? launch_wgmma<float, Conv2dGemm::dweight, TileOfGroup<Tile>>(launch, p)
+                            : launch_wgmma<float, Conv2dGemm::dweight, Tile>(launch, p);
       });
   return with_pass(c.pass, [&](auto pass) {
-    if constexpr (sizeof(T) == 2)
-      if (c.groups > 1) return run_groups<pass.value, T>(launch, p);
+    if (c.groups > 1) return run_groups<pass.value, T>(launch, p);
     return run_one<pass.value, T>(launch, p);
   });
 }

@@ -13,8 +13,14 @@
 // (conv2d_hwcn.cuh): a step is of 32 images of a pixel. float32 in three parts (conv2d_parts.cuh) has 16-bit operands:
 // a step's boxes are loaded of all parts, and six products of them added.
 //
-// Groups have multiples of 64 channels and of outputs each. The columns of a tile (dweight: the rows) are of one group,
+// Groups have multiples of 64 channels and of outputs each; dx of TF32 takes their weight with the outputs of a group
+// contiguous. The columns of a tile (dweight: the rows) are of one group,
 // whose channels (dx: outputs) alone are loaded for it.
+//
+// Narrow groups, of as many outputs as channels, share a box: a row of 128 bytes has the channels of several. For y and
+// dx each group has products of its own, of 32 bytes of the sum's axis and as many columns as it has outputs: a product
+// of whole boxes, with zeros for weight between groups, would make NaN of another group's infinities. dweight's are of
+// whole boxes, of which the squares on the diagonal are written.
 #pragma once
 #include "conv2d_gemm.h"
 #include "cuda/overlap.cuh"
@@ -44,9 +50,11 @@ struct WgmmaTile {
   static constexpr int kGroups = kRowGroups * kColGroups, kOutBoxes = kOutBoxes_;
   static constexpr bool kSwapped = kSwapped_;
   static constexpr int kParts = kParts_;
-  static constexpr bool kByGroup = false;
+  static constexpr bool kByGroup = false, kNarrow = false, kDiagonal = false;
+  static constexpr int kColBox = kBox;  // columns of a box
   static constexpr int kThreads = kGroups * 128 + 32;
   static constexpr int kPartBytes = (kRowBoxes + kColBoxes) * kBoxBytes, kStageBytes = kParts * kPartBytes;
+  static constexpr int kLoadBytes = kStageBytes;
   static constexpr int kOut = kStages * kStageBytes;
   static constexpr int kBoxesBytes = kOut + kGroups * kOutBoxes * kBoxBytes;
   static constexpr int kShared = kBoxesBytes + 1024;  // boxes are aligned to 1024
@@ -60,6 +68,19 @@ struct WgmmaTile {
 template <class Tile>
 struct TileOfGroup : Tile {
   static constexpr bool kByGroup = true;
+};
+// dweight's, of narrow groups.
+template <class Tile>
+struct TileOfDiagonal : TileOfGroup<Tile> {
+  static constexpr bool kDiagonal = true;
+};
+// y's and dx's, of narrow groups, whose channels are `kGroupBytes` together, of elements of kSize bytes.
+template <class Tile, int kGroupBytes_, int kSize>
+struct TileOfNarrow : Tile {
+  static_assert(Tile::kColBoxes == 1 && !Tile::kSwapped && Tile::kParts == 1);
+  static constexpr bool kNarrow = true;
+  static constexpr int kGroupBytes = kGroupBytes_, kGroupColumns = kGroupBytes / kSize, kColBox = kBoxRow / kSize;
+  static constexpr int kLoadBytes = Tile::kRowBoxes * kBoxBytes + kColBox * kGroupBytes;
 };
 
 struct Conv2dWgmma {
@@ -135,10 +156,10 @@ struct WgmmaBlock {
   static constexpr bool kThree = Tile::kParts == 3;
   using Factor = std::conditional_t<kThree, __nv_bfloat16, T>;
   static constexpr bool kDweight = kPass == Conv2dGemm::dweight, kTf32 = sizeof(Factor) == 4;
-  static constexpr bool kTransposedB = kPass == Conv2dGemm::dx && !kTf32;         // b is MN-major
-  static constexpr int kDepth = kBoxDepth<Factor>;                                // elements of a step
-  static constexpr int kRowsOfGroup = Tile::kRowBoxes / Tile::kRowGroups;         // in boxes
-  static constexpr int kColsOfGroup = Tile::kColBoxes / Tile::kColGroups * kBox;  // in elements
+  static constexpr bool kTransposedB = kPass == Conv2dGemm::dx && !kTf32;                  // b is MN-major
+  static constexpr int kDepth = kBoxDepth<Factor>;                                         // elements of a step
+  static constexpr int kRowsOfGroup = Tile::kRowBoxes / Tile::kRowGroups;                  // in boxes
+  static constexpr int kColsOfGroup = Tile::kColBoxes / Tile::kColGroups * Tile::kColBox;  // in elements
   // 64 rows of wgmma's first operand, and elements of its second one
   static constexpr int kFirst = Tile::kSwapped ? kColsOfGroup / kBox : kRowsOfGroup;
   static constexpr int kSecond = Tile::kSwapped ? kRowsOfGroup * kBox : kColsOfGroup;
@@ -186,10 +207,11 @@ struct WgmmaBlock {
       auto next = [&] {
         const int stage = iteration % Tile::kStages;
         mbarrier_wait(&empty[stage], iteration++ / Tile::kStages % 2 ^ 1);
-        mbarrier_expect(&full[stage], Tile::kStageBytes);
+        mbarrier_expect(&full[stage], Tile::kLoadBytes);
         return stage;
       };
       if constexpr (kDweight) load_by_pixel(at, next);
+      else if constexpr (Tile::kNarrow) load_narrow(at, next);
       else load_by_tap(at, next);
     });
   }
@@ -217,10 +239,27 @@ struct WgmmaBlock {
           const int col = (at.col_box + j) * kBox;
           if (kTransposedB)
             tma_load(p.b, b_box(stage, j, part), &full[stage], b + col - first_col, tap, of_group + d * kDepth);
+          else if constexpr (kTf32 && Tile::kByGroup && kPass == Conv2dGemm::dx)
+            tma_load(p.b, b_box(stage, j), &full[stage], d * kDepth, col - first_col, tap, group);
           else tma_load(p.b, b_box(stage, j, part), &full[stage], b + d * kDepth, tap, col);
         }
       }
       if (++d == p.depth) d = 0, ++k;
+    }
+  }
+
+  template <class Next>
+  __device__ void load_narrow(const WorkTile &at, Next next) const {
+    PixelAt rows[Tile::kRowBoxes];
+    for (int i = 0; i < Tile::kRowBoxes; ++i) rows[i] = pixel((at.row_box + i) * kBox);
+    for (int k = at.first_step; k < at.last_step; ++k) {
+      const int stage = next(), k_w = k % p.kernel_w, k_h = k / p.kernel_w;
+      const int tap = kPass == Conv2dGemm::y ? k : p.tap + k_h * p.tap_h + k_w * p.tap_w;
+#pragma unroll
+      for (int i = 0; i < Tile::kRowBoxes; ++i)
+        tma_load(p.a, a_box(stage, i), &full[stage], at.col_box * kDepth, rows[i], k_w * p.dilation_w,
+                 k_h * p.dilation_h);
+      tma_load(p.b, b_box(stage, 0), &full[stage], 0, 0, tap, at.col_box * (kBoxRow / Tile::kGroupBytes));
     }
   }
 
@@ -252,7 +291,8 @@ struct WgmmaBlock {
 #pragma unroll
         for (int j = 0; j < Tile::kColBoxes; ++j) {
           if constexpr (kTf32)
-            tma_load(p.b, b_box(stage, j), &full[stage], image, cols[j].c, pixels.w + cols[j].w, pixels.h + cols[j].h);
+            tma_load(p.b, b_box(stage, j), &full[stage], image, of_group + cols[j].c, pixels.w + cols[j].w,
+                     pixels.h + cols[j].h);
           else
             tma_load(p.b, b_box(stage, j, part), &full[stage], of_group + b + cols[j].c, pixels, cols[j].w, cols[j].h);
         }
@@ -330,12 +370,16 @@ struct WgmmaBlock {
         const uint32_t first = Tile::kSwapped ? b : a, second = Tile::kSwapped ? a : b;
         fence_registers(sum);
         wgmma_begin();
+        if constexpr (Tile::kNarrow) {
+          multiply_groups(a, b, step > 0, sum);
+        } else {
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
+          for (int k = 0; k < 4; ++k)
 #pragma unroll
-          for (int i = 0; i < kFirst; ++i)
-            Mma::run(box_descriptor(first + i * kBoxBytes + k * kStepFirst), box_descriptor(second + k * kStepSecond),
-                     sum[i], step + k > 0);
+            for (int i = 0; i < kFirst; ++i)
+              Mma::run(box_descriptor(first + i * kBoxBytes + k * kStepFirst), box_descriptor(second + k * kStepSecond),
+                       sum[i], step + k > 0);
+        }
         wgmma_end();
         fence_registers(sum);
         wgmma_wait<1>();
@@ -347,6 +391,23 @@ struct WgmmaBlock {
     }
   }
 
+  // A step of narrow groups. Of b a group has as many rows as columns of the result, of kGroupBytes each, swizzled so.
+  __device__ void multiply_groups(uint32_t a, uint32_t b, bool add, Sums &sum) const {
+    constexpr int kBytes = Tile::kGroupBytes, kCols = Tile::kGroupColumns, kSteps = kBytes / 32;
+    constexpr int kStep = kTransposedB ? 16 * kBytes : 32;
+    constexpr uint64_t kSwizzle = kBytes == 32 ? 3 : kBytes == 64 ? 2 : 1;
+    using Mma = Wgmma<Factor, kCols, false, kTransposedB>;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int i = 0; i < kFirst; ++i) {
+        const uint32_t of_group = b + k / kSteps * kCols * kBytes + k % kSteps * kStep;
+        Mma::run(box_descriptor(a + i * kBoxBytes + k * 32),
+                 wgmma_descriptor(of_group, 8 * kBytes, 8 * kBytes, kSwizzle),
+                 reinterpret_cast<float (&)[kCols / 2]>(sum[i][k / kSteps * kCols / 2]), add || k % kSteps > 0);
+      }
+  }
+
   // Zeros in the pixels of dx between those of this tile.
   __device__ void clear_around(const WorkTile &at, int row_group, int col_group) const {
     constexpr int kVector = kVectorSize<T>, kVectors = kColsOfGroup / kVector;
@@ -355,7 +416,7 @@ struct WgmmaBlock {
     for (int v = lane; v < kRowsOfGroup * 16 * kVectors; v += 32) {
       const int box = at.row_box + row_group * kRowsOfGroup + v / kVectors / 16;
       const int row = box * kBox + warp * 16 + v / kVectors % 16;
-      const int col = at.col_box * kBox + col_group * kColsOfGroup + v % kVectors * kVector;
+      const int col = at.col_box * Tile::kColBox + col_group * kColsOfGroup + v % kVectors * kVector;
       if (row >= p.rows || col >= p.columns) continue;
       const int h = row / p.map_w % p.map_h * p.clear_h, w = row % p.map_w * p.clear_w;
       T *to = static_cast<T *>(p.to) + row_at(row) + col;
@@ -374,6 +435,8 @@ struct WgmmaBlock {
       publish_partials(sum);
       store_rows<true>(at, row_group, col_group, sum);
       cluster_barrier();  // all blocks have read these partial sums
+    } else if constexpr (Tile::kDiagonal) {
+      store_diagonal(at, row_group, col_group, sum);
     } else {
       store_rows<false>(at, row_group, col_group, sum);
     }
@@ -444,7 +507,7 @@ struct WgmmaBlock {
 #pragma unroll
       for (int j = 0; j < kColsOfGroup / 8; j += 2) {
         if (kCluster && j / 2 % p.slices != blockIdx.z) continue;
-        const Columns columns = columns_of(at.col_box + col_group * (kColsOfGroup / kBox) + j * 8 / kBox);
+        const Columns columns = columns_of(at.col_box + col_group * (kColsOfGroup / Tile::kColBox) + j * 8 / kBox);
         const int quad = i * kColsOfGroup / 8 + j, col = j * 8 % kBox;
         float4 pairs[2];
         if constexpr (kCluster) {
@@ -457,6 +520,27 @@ struct WgmmaBlock {
         write(rows[1], columns, col, {pairs[0].z, pairs[0].w}, {pairs[1].z, pairs[1].w});
       }
     }
+  }
+
+  // dweight of narrow groups, p.columns channels each: partial sums of the columns that are of a row's own group.
+  __device__ void store_diagonal(const WorkTile &at, int row_group, int col_group, const Sums &sum) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int i = 0; i < kRowsOfGroup; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int of_box = warp * 16 + lane / 4 + half * 8, first = of_box / p.columns * p.columns;
+        const int64_t row = row_at((at.row_box + row_group * kRowsOfGroup + i) * kBox + of_box);
+        if (row < 0) continue;
+#pragma unroll
+        for (int j = 0; j < kColsOfGroup / 8; ++j) {
+          const int k = at.col_box + col_group * (kColsOfGroup / kBox) + j * 8 / kBox;
+          const int col = j * 8 % kBox + lane % 4 * 2 - first;
+          if (k < p.kernel && 0 <= col && col < p.columns)
+            *reinterpret_cast<float2 *>(static_cast<float *>(p.to) + row + int64_t{k} * p.columns + col) = {
+                sum[i][j * 4 + half * 2], sum[i][j * 4 + half * 2 + 1]};
+        }
+      }
   }
 
   // Split-K in a cluster: each block publishes the partial sums of its slice in shared memory, over its stages, four of
@@ -516,7 +600,7 @@ struct WgmmaBlock {
       const int k = box / p.depth, first = box % p.depth * kBox;
       return {first, int64_t{k} * p.columns + first, k < p.kernel ? p.columns - first : 0};
     }
-    const int first = box * kBox;
+    const int first = box * Tile::kColBox;
     return {first, first * p.to_strides.channel, p.columns - first};
   }
 
@@ -667,7 +751,8 @@ struct DxTaps {
 inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_w = 0) {
   const bool dx = c.pass == Conv2dGemm::dx, dweight = c.pass == Conv2dGemm::dweight;
   const int box_depth = static_cast<int>(kBoxRow / itemsize(c.factors()));
-  const int channels = c.channels / c.groups, out_channels = c.out_channels / c.groups;
+  const int together = c.narrow && dweight ? kBox / c.narrow : 1;  // groups of a box
+  const int channels = c.channels / c.groups * together, out_channels = c.out_channels / c.groups * together;
   auto boxes = [](int64_t n, int size) { return static_cast<int>(ceil_div(n, size)); };
   Conv2dWgmma p = {};
   p.kernel = c.kernel(), p.kernel_w = c.kernel_w, p.dilation_h = c.dilation_h, p.dilation_w = c.dilation_w;
@@ -684,7 +769,7 @@ inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_
     p.to_strides.row *= c.stride_h, p.to_strides.column *= c.stride_w;
   }
   p.rows = dweight ? c.out_channels : c.batch * p.map_h * p.map_w;
-  p.columns = dweight ? channels : c.to_channels;
+  p.columns = dweight ? channels / together : c.to_channels;
   p.depth = dweight ? boxes(channels, kBox) : boxes(dx ? out_channels : channels, box_depth);
   p.steps = dweight ? boxes(c.pixels(), box_depth) : p.kernel * p.depth;
   p.a_part = c.pass == Conv2dGemm::y ? c.channels : c.out_channels, p.b_part = c.channels;
@@ -698,8 +783,8 @@ inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_
 }
 
 // Boxes along the columns of the result.
-inline int64_t col_boxes(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
-  return pass == Conv2dGemm::dweight ? int64_t{p.kernel} * p.depth : ceil_div(p.columns, kBox);
+inline int64_t col_boxes(Conv2dGemm::Pass pass, const Conv2dWgmma &p, int box = kBox) {
+  return pass == Conv2dGemm::dweight ? int64_t{p.kernel} * p.depth : ceil_div(p.columns, box);
 }
 
 // Sets `by_boxes`, and encodes the result's tensor map, where TMA can store it: vectors of 16 bytes, of 16-bit
@@ -738,7 +823,20 @@ inline bool map_operands(const Conv2dGemm &c, Conv2dWgmma *p) {
   if (!(dx ? map_im2col(&p->a, dtype, c.a, c.batch, c.out_h, c.out_w, out_channels, *p)
            : map_im2col(&p->a, dtype, c.a, c.batch, c.height, c.width, channels, *p)))
     return false;
+  if (c.narrow) {
+    const auto n = static_cast<uint32_t>(c.narrow), bytes = static_cast<uint32_t>(n * itemsize(dtype));
+    const CUtensorMapSwizzle swizzle = bytes == 32   ? CU_TENSOR_MAP_SWIZZLE_32B
+                                       : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                     : CU_TENSOR_MAP_SWIZZLE_128B;
+    return map_tiled<4>(&p->b, dtype, c.b, {n, n, uint64_t(c.kernel()), uint64_t(c.groups)},
+                        {c.b_row, c.b_tap, int64_t{n} * n * c.kernel()}, {n, n, 1, kBoxRow / bytes}, swizzle);
+  }
   const bool transposed = dx && dtype == DType::float32;
+  if (transposed && c.groups > 1) {
+    const uint64_t n = out_channels / c.groups, of_group = channels / c.groups;
+    return map_tiled<4>(&p->b, dtype, c.b, {n, of_group, uint64_t(c.kernel()), uint64_t(c.groups)},
+                        {c.b_row, c.b_tap, int64_t(n * of_group * c.kernel())}, {box_depth, kBox, 1, 1});
+  }
   return map_tiled<3>(&p->b, dtype, c.b,
                       {uint64_t(transposed ? out_channels : channels / c.groups), uint64_t(c.kernel()),
                        uint64_t(transposed ? c.to_channels : c.out_channels)},
@@ -749,7 +847,7 @@ template <typename T, Conv2dGemm::Pass kPass, class Tile>
 Status launch_wgmma(LaunchSequence &launch, Conv2dWgmma p) {
   constexpr bool kDweight = kPass == Conv2dGemm::dweight;
   p.row_tiles = static_cast<int>(ceil_div(ceil_div(p.rows, kBox), Tile::kRowBoxes));
-  p.col_tiles = static_cast<int>(ceil_div(col_boxes(kPass, p), Tile::kColBoxes));
+  p.col_tiles = static_cast<int>(ceil_div(col_boxes(kPass, p, Tile::kColBox), Tile::kColBoxes));
   const int slices = std::max(p.slices, 1), tiles = p.row_tiles * p.col_tiles;
   // Persistent blocks, except where the partial sums take the place of the next tile's stages, and for dweight.
   const bool persistent = slices == 1 && !kDweight;
@@ -763,7 +861,7 @@ Status launch_phases(LaunchSequence &launch, Conv2dPhases p) {
   for (int i = 0; i < p.count; ++i) {
     Conv2dWgmma &phase = p.phase[i];
     phase.row_tiles = static_cast<int>(ceil_div(ceil_div(phase.rows, kBox), Tile::kRowBoxes));
-    phase.col_tiles = static_cast<int>(ceil_div(ceil_div(phase.columns, kBox), Tile::kColBoxes));
+    phase.col_tiles = static_cast<int>(ceil_div(ceil_div(phase.columns, Tile::kColBox), Tile::kColBoxes));
     p.first_tile[i] = tiles, tiles += phase.row_tiles * phase.col_tiles;
   }
   // Blocks that go on to other tiles do not start in the order in which multiprocessors are free.

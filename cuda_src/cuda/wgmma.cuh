@@ -16,10 +16,12 @@ inline namespace AOT_ISA {
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
-// A matrix descriptor: 128-byte swizzle, adjacent boxes `apart` bytes apart, and groups of 8 rows.
-__device__ inline uint64_t wgmma_descriptor(uint32_t address, uint32_t apart, uint32_t groups_apart = 1024) {
+// A matrix descriptor: adjacent boxes `apart` bytes apart, and groups of 8 rows. swizzle: 1, of 128 bytes; 2, of 64; 3,
+// of 32, which are as many as a row has.
+__device__ inline uint64_t wgmma_descriptor(uint32_t address, uint32_t apart, uint32_t groups_apart = 1024,
+                                            uint64_t swizzle = 1) {
   return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{apart >> 4} << 16 | uint64_t{groups_apart >> 4} << 32 |
-         uint64_t{1} << 62;
+         swizzle << 62;
 }
 
 // sum = a b, or sum += a b if `add`, for 32 bytes of the sum's axis.
@@ -53,7 +55,9 @@ struct Wgmma {
   template <size_t... i>
   static __device__ void both_shared(uint64_t a, uint64_t b, float (&sum)[kCols / 2], cute::SM90::GMMA::ScaleOut scale,
                                      std::index_sequence<i...>) {
-    static_assert(kCols == 96 || (kCols % 64 == 0 && kCols <= 256));
+    static_assert(kCols == 16 || kCols == 32 || kCols == 96 || (kCols % 64 == 0 && kCols <= 256));
+    AOT_WGMMA(16)
+    AOT_WGMMA(32)
     AOT_WGMMA(64)
     AOT_WGMMA(96)
     AOT_WGMMA(128)

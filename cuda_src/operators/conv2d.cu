@@ -720,16 +720,16 @@ class GroupedImages {
   bool supported_;
 };
 
-// Groups of multiples of 64 channels and outputs as an implicit GEMM, on compute capability 9.0: NHWC is read as it is,
-// NCHW packed into the workspace first.
+// Groups whose channels and outputs are multiples of 64, or divide 64, as an implicit GEMM, on compute capability 9.0:
+// NHWC is read as it is, NCHW packed into the workspace first.
 template <typename T>
 class GroupedGemmCall {
  public:
   GroupedGemmCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, const Conv2dParams::Plan &plan,
                   DType dtype, const Tensor &workspace, cudaStream_t stream)
       : call_(params, s), plan_(plan), launch_(op, stream), next_(workspace.as<float>()) {
-    supported_ = plan.any(params.grouped) && plan.slices > 0 && workspace && aligned(workspace.data);
-    if (supported_) p_ = gemm_of(params, s, dtype, s.channels, s.out_channels);
+    supported_ = plan.any(params.grouped) && workspace && aligned(workspace.data);
+    if (supported_) p_ = gemm_of(params, s, dtype, s.channels, s.out_channels), p_.narrow = plan.narrow;
   }
 
   // *taken: whether kernels take the call, with these tensors.
@@ -737,7 +737,7 @@ class GroupedGemmCall {
     Conv2dGemm p = p_;
     p.pass = Conv2dGemm::y, p.whole_vectors = !plan_.packed_y, p.bias = bias;
     p.to = y, p.to_strides = call_.y, p.to_channels = call_.s.out_channels;
-    if (!(*taken = reads(x, y) && conv2d_sm90_takes(launch_.op(), &p, 1, true))) return kOk;
+    if (!(*taken = plan_.boxes && reads(x, y) && conv2d_sm90_takes(launch_.op(), &p, 1, true))) return kOk;
     T *x_at = take(plan_.x), *weight_at = take(plan_.weight);
     AOT_TRY(pack_weight(&weight, weight_at));
     AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(call_.s), x_at));
@@ -756,17 +756,25 @@ class GroupedGemmCall {
     of_dx.pass = Conv2dGemm::dx, of_dx.to_channels = s.channels, of_dx.whole_vectors = apart || !plan_.packed_x;
     of_dx.to = apart ? x_at : dx, of_dx.to_strides = apart ? strides(true, s.channels, s.height, s.width) : call_.x;
     of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
-    const bool takes_dx = *dx_left && reads(dy, dx) && conv2d_sm90_takes(launch_.op(), &of_dx, 1, true);
+    const bool takes_dx = *dx_left && plan_.boxes && reads(dy, dx) && conv2d_sm90_takes(launch_.op(), &of_dx, 1, true);
+    of_dweight.hwcn = plan_.hwcn_x > 0;
     const bool takes_dweight =
-        *dweight_left && reads(dy, x) &&
+        *dweight_left && plan_.boxes_dweight && reads(dy, x) &&
         conv2d_sm90_takes(launch_.op(), &of_dweight, static_cast<int>(plan_.slices), call_.nhwc && aligned(dweight));
     if (!takes_dx && !takes_dweight) return kOk;
 
     // Packing comes first, so that dweight's kernel may overlap dx's.
-    AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(call_.s), dy_at));
-    if (takes_dx) AOT_TRY(pack_weight(&weight, weight_at));
-    if (takes_dweight) AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(call_.s), x_at));
-    of_dx.a = of_dweight.a = dy, of_dx.b = weight, of_dweight.b = x;
+    if (takes_dweight && of_dweight.hwcn) {
+      AOT_TRY(copy_both_to_hwcn(dy, x, &of_dweight));
+      if (takes_dx) AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(call_.s), dy_at));
+    } else {
+      AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(call_.s), dy_at));
+      if (takes_dweight) AOT_TRY(pack_images(plan_.packed_x, &x, x_planes(call_.s), x_at));
+      of_dweight.a = dy, of_dweight.b = x;
+    }
+    if (takes_dx)
+      AOT_TRY(sizeof(T) == 4 ? transpose_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
+    of_dx.a = dy, of_dx.b = weight;
     if (takes_dx && !apart) AOT_TRY(conv2d_sm90(launch_, of_dx));
     if (takes_dweight) {
       of_dweight.to = of_dweight.slices ? static_cast<void *>(next_) : dweight;
@@ -791,6 +799,23 @@ class GroupedGemmCall {
   T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
   Status pack_images(bool packed, const T **images, Planes planes, T *to) {
     return pack_if(packed, call_.nhwc, images, to, planes, planes.images, planes.channels, launch_);
+  }
+  Status copy_both_to_hwcn(const T *dy, const T *x, Conv2dGemm *dweight) {
+    if constexpr (sizeof(T) == 4) {
+      T *dy_at = take(plan_.hwcn_y), *x_at = take(plan_.hwcn_x);
+      dweight->a = dy_at, dweight->b = x_at;
+      AOT_TRY(copy_to_hwcn(launch_, call_.nhwc, dy, y_planes(call_.s), dy_at));
+      return copy_to_hwcn(launch_, call_.nhwc, x, x_planes(call_.s), x_at);
+    }
+    return kOk;
+  }
+  // (groups, outputs, channels, kernel), in either layout, to the same with the outputs innermost.
+  Status transpose_weight(const T **weight, T *to, Conv2dGemm *dx) {
+    const int64_t channels = call_.s.channels / call_.groups, outputs = call_.s.out_channels / call_.groups;
+    const int64_t kernel = call_.s.kernel(), n = channels * kernel;
+    AOT_TRY(transpose<T>({*weight, to, call_.groups, outputs, n, n, outputs, outputs, call_.groups}, launch_));
+    dx->b_tap = call_.nhwc ? channels * outputs : outputs, dx->b_row = call_.nhwc ? outputs : kernel * outputs;
+    return *weight = to, kOk;
   }
   Status pack_weight(const T **weight, T *to) {
     const Planes planes = {call_.s.out_channels, call_.s.channels / call_.groups, call_.s.kernel()};
@@ -877,12 +902,10 @@ Status conv2d_cuda(const Conv2d &given, const Tensor *in, const Tensor *out, voi
       ImplicitGemmCall<T> call(op.name, op, s, plan, in[0].dtype, out[1], stream);
       if (implicit_gemm && plan.of_y == op.implicit_gemm && call.supports(y, x, weight))
         return call.y(x, weight, bias, y);
-      if constexpr (sizeof(T) == 2) {
-        bool taken;
-        GroupedGemmCall<T> gemm(op.name, op, s, plan, in[0].dtype, out[1], stream);
-        AOT_TRY(gemm.y(x, weight, bias, y, &taken));
-        if (taken) return kOk;
-      }
+      bool taken;
+      GroupedGemmCall<T> gemm(op.name, op, s, plan, in[0].dtype, out[1], stream);
+      AOT_TRY(gemm.y(x, weight, bias, y, &taken));
+      if (taken) return kOk;
       GroupedImages<T> grouped(op.name, op, s, plan, out[1], stream);
       if (implicit_gemm && plan.of_y == op.grouped && plan.grouped_images.groups && grouped.supports(x, y))
         return grouped.y(x, weight, bias, y);
@@ -955,10 +978,8 @@ Status conv2d_backward_cuda(const Conv2dBackward &given, const Tensor *in, const
       if (of_dx || of_dweight)
         AOT_TRY(call.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
-      if constexpr (sizeof(T) == 2) {
-        GroupedGemmCall<T> gemm(op.name, op, s, plan, in[0].dtype, out[3], stream);
-        AOT_TRY(gemm.backward(dy, x, weight, dx, dweight, &dx_left, &dweight_left));
-      }
+      GroupedGemmCall<T> gemm(op.name, op, s, plan, in[0].dtype, out[3], stream);
+      AOT_TRY(gemm.backward(dy, x, weight, dx, dweight, &dx_left, &dweight_left));
       GroupedImages<T> grouped(op.name, op, s, plan, out[3], stream);
       const bool dx_grouped = implicit_gemm && dx_left && plan.of_dx == op.grouped && plan.grouped_images.groups &&
                               grouped.supports(dx, dy);

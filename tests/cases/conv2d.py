@@ -167,6 +167,7 @@ ROW = Row(
         *_conv2d((4, 72, 28, 28), (72, 24, 3, 3), padding=1, groups=3),
         *_conv2d((4, 72, 29, 28), (72, 24, 3, 3), stride=2, padding=1, groups=3),
         *_conv2d((4, 128, 14, 14), (128, 64, 3, 3), padding=1, groups=2),
+        *_conv2d((24, 64, 8, 9), (64, 32, 3, 3), padding=1, groups=2, allow_tf32=True),
     ),
     draw=_draw,
     bad=(

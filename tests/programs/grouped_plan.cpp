@@ -32,8 +32,15 @@ struct Shapes {
       if (room < 0) return false;
       result[i] = room / params.stride.value[i] + 1;
     }
-    s = {draw(1, 3), in * params.groups, size[0],   size[1],  out * params.groups,
-         kernel[0],  kernel[1],          result[0], result[1]};
+    s = {draw(0, 3) ? draw(1, 3) : draw(16, 40),
+         in * params.groups,
+         size[0],
+         size[1],
+         out * params.groups,
+         kernel[0],
+         kernel[1],
+         result[0],
+         result[1]};
     return true;
   }
 };
@@ -117,6 +124,9 @@ bool begins(const Grouped &g, bool dweight) {
   return true;
 }
 
+// Plans of the implicit GEMM: of narrow groups, and with copies of images.
+int narrow = 0, copied = 0;
+
 int check(const Shapes &c, DType dtype, long *planned) {
   const Conv2dParams &params = c.params;
   int64_t words = 0, dweight_words = 0;
@@ -140,8 +150,18 @@ int check(const Shapes &c, DType dtype, long *planned) {
   const auto plan = params.backward_plan(c.s, dtype);
   const int64_t of_dx = plan.of_dx == Conv2dParams::grouped ? words : 0;
   const int64_t of_dweight = plan.of_dweight == Conv2dParams::grouped ? dweight_words : 0;
-  const int64_t boxes = params.takes_boxes(c.s, dtype) ? plan.weight + plan.slices * plan.slice : 0;
-  if (boxes && (plan.slices < 1 || 2 * plan.weight < plan.slice)) return failed("the implicit GEMM's sums", c);
+  const int64_t elements = c.s.out_channels * c.s.kernel() * (c.s.channels / params.groups);
+  if (plan.boxes && plan.weight * 4 < elements * itemsize(dtype)) return failed("the implicit GEMM's weight", c);
+  if (plan.boxes_dweight != (plan.slices > 0) || (plan.slices && plan.slice < elements))
+    return failed("the implicit GEMM's sums", c);
+  if (plan.narrow && 64 % plan.narrow) return failed("narrow groups", c);
+  const int64_t copies =
+      dtype == DType::float32 && plan.boxes_dweight
+          ? c.s.batch * (c.s.height * c.s.width * c.s.channels + c.s.pixels() / c.s.batch * c.s.out_channels)
+          : 0;
+  if (plan.hwcn_x + plan.hwcn_y < copies) return failed("the implicit GEMM's copies", c);
+  const int64_t boxes = plan.weight + plan.hwcn_x + plan.hwcn_y + plan.slices * plan.slice;
+  narrow += plan.narrow > 0, copied += copies > 0;
   return plan.backward() < plan.x + plan.y + std::max({of_dx, of_dweight, boxes})
              ? failed("the backward's workspace", c)
              : 0;
@@ -158,6 +178,10 @@ int main() {
       shapes.params.allow_tf32 = true;
       if (check(shapes, DType::float32, &planned)) return 1;
     }
+  if (Conv2dParams::kHasSm90 && (narrow < 10 || copied < 10)) {
+    std::fprintf(stderr, "%d plans of narrow groups, %d with copies\n", narrow, copied);
+    return 1;
+  }
   std::printf("%ld\n", planned);
   return 0;
 }

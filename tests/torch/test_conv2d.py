@@ -228,6 +228,20 @@ GROUPED = [
     ((5, 128, 22, 21), 128, (3, 2), {"groups": 2, "stride": (1, 2), "dilation": (2, 1), "padding": (2, 0)}),
     ((4, 128, 40, 41), 128, (3, 3), {"groups": 2, "stride": 3, "padding": (0, 4)}),
     ((1, 128, 29, 30), 128, (3, 3), {"groups": 2, "padding": 1}),
+    # narrow ones, several of which share a box there: of 32, 16 and 8, and images for HWCN
+    ((8, 128, 14, 14), 128, (3, 3), {"groups": 4, "padding": 1}),
+    ((33, 64, 9, 11), 64, (3, 3), {"groups": 2, "padding": 1}),
+    ((40, 192, 7, 7), 192, (3, 3), {"groups": 6, "padding": 1}),
+    ((24, 128, 15, 14), 128, (3, 3), {"groups": 4, "stride": 2, "padding": 1}),
+    ((9, 128, 15, 14), 128, (3, 3), {"groups": 8, "padding": 1}),
+    ((9, 128, 22, 24), 128, (3, 3), {"groups": 8, "stride": 2, "padding": 1}),
+    ((2, 64, 41, 42), 64, (3, 3), {"groups": 4, "padding": 1}),
+    ((9, 64, 23, 24), 64, (5, 3), {"groups": 4, "stride": (1, 2), "padding": (2, 0)}),
+    ((9, 128, 20, 24), 128, (3, 2), {"groups": 16, "stride": (2, 1), "padding": (0, 1)}),
+    ((34, 64, 13, 14), 64, (1, 1), {"groups": 2, "stride": 2}),
+    ((34, 128, 13, 14), 128, (1, 1), {"groups": 8}),
+    ((9, 64, 20, 19), 64, (3, 3), {"groups": 2, "dilation": 2, "padding": 2}),
+    ((17, 256, 12, 13), 256, (3, 3), {"groups": 8, "stride": 3, "padding": 2}),
     # other kernels, strides, paddings and dilations
     ((2, 64, 17, 33), 64, (5, 5), {"groups": 8, "padding": 2}),
     ((2, 48, 19, 17), 48, (7, 1), {"groups": 2, "stride": (1, 2), "padding": (3, 0)}),
@@ -289,7 +303,7 @@ def test_groups_are_exact(grouped, dtype, format):
     ("channels", "outputs", "groups", "images"),
     [
         *((2, 2, 9, 2), (3, 5, 5, 2), (4, 4, 33, 2), (6, 10, 4, 2), (8, 8, 7, 2), (16, 16, 5, 2), (24, 24, 3, 2)),
-        *((32, 8, 3, 2), (64, 64, 2, 2), (64, 64, 5, 8), (128, 64, 5, 8), (64, 128, 3, 8)),
+        *((16, 16, 8, 24), (32, 32, 4, 24), (32, 8, 3, 2), (64, 64, 2, 2), (64, 64, 5, 8), (128, 64, 5, 8), (64, 128, 3, 8)),
     ],
 )
 def test_what_is_in_a_group_stays_there(channels, outputs, groups, images, stride, dtype, format):
@@ -329,13 +343,17 @@ def test_what_is_in_a_group_stays_there(channels, outputs, groups, images, strid
 @IN_EACH
 @pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (2, 0)])
 @pytest.mark.parametrize(
-    ("width", "images"), [(2, 2), (4, 2), (6, 2), (8, 2), (16, 2), (24, 2), (48, 2), (64, 5), (128, 5)]
+    ("width", "groups", "images"),
+    [
+        *((2, 3, 2), (4, 3, 2), (6, 3, 2), (8, 3, 2), (16, 3, 2), (24, 3, 2), (48, 3, 2)),
+        *((16, 4, 17), (32, 4, 17), (64, 3, 5), (128, 3, 5)),
+    ],
 )
-def test_infinities_in_groups_reach_what_meets_them(width, images, stride, padding, dtype, format):
+def test_infinities_in_groups_reach_what_meets_them(width, groups, images, stride, padding, dtype, format):
     """And no more: neither pixels beside their windows, nor anything from an x that no window has. Windows of the
     infinities in dy are whole, since zeros beside the image would be their factors in dweight."""
-    options = {"groups": 3, "stride": stride, "padding": padding}
-    x, weight, bias, dy = of_integers((images, 3 * width, 18, 20), 3 * width, (3, 3), options)
+    options = {"groups": groups, "stride": stride, "padding": padding}
+    x, weight, bias, dy = of_integers((images, groups * width, 18, 20), groups * width, (3, 3), options)
     weight, dy = weight.abs() + 1, dy.abs() + 1
     x[0, 0, 5, 7] = x[1, -1, 17, 19] = x[1, width, 8, 0] = math.inf
     dy[1, 1, 3, 2] = dy[0, -1, 5, 6] = math.inf
@@ -351,7 +369,7 @@ def test_infinities_in_groups_reach_what_meets_them(width, images, stride, paddi
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize(("width", "groups"), [(4, 9), (6, 3), (8, 5), (24, 2), (48, 2), (64, 4)])
+@pytest.mark.parametrize(("width", "groups"), [(4, 9), (6, 3), (8, 5), (16, 16), (24, 2), (32, 8), (48, 2), (64, 4)])
 def test_groups_in_one_buffer(width, groups, stride, dtype, layout):
     """All tensors of a call are in one, among bytes that are NaN. These stay, and no result is of them. A tensor alone,
     or each, begins at a multiple of 16 bytes, of 8 or of an element; the workspace, which is the library's own, of
