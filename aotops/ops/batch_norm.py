@@ -61,7 +61,7 @@ def batch_norm(x, weight=None, bias=None, eps=1e-5, axis=1):
         x: any shape of at least one axis; float16, bfloat16, float32 or float64.
         weight, bias: (C,), a number for each index of the axis of channels; of x's dtype, or both float32 where x has
             16 bits. Either may be None; without a weight, bias is of x's dtype.
-        eps: added to the variance.
+        eps: added to the variance. With 0 a constant channel is NaN, as a constant row of ``layer_norm``.
         axis: the axis of channels: 1 of (N, C, H, W), -1 of (N, H, W, C).
 
     Returns:

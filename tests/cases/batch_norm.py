@@ -79,6 +79,7 @@ CASES = (
     {"x": (6, 3, 16), "mean": 8.0, "magnified": 16.0},
     {"x": (0, 6)},  # no terms: mean and var are 0
     {"x": (3, 0, 2)},
+    {"x": (0, 2), "eps": 0.0},  # and gradients of parameters, whatever eps is
     {"x": (3, 5), "wide": ("weight", "bias")},
     # one for each path of a kernel
     {"x": (700, 33), "axis": -1},

@@ -178,6 +178,18 @@ def test_what_is_refused():
         aotops.BatchNorm2d(5)(torch.randn(2, 5))
 
 
+def test_without_an_epsilon():
+    """A constant channel is 0 / 0, as the constant row of a layer_norm; a sum over no elements is 0."""
+    x = torch.ones(4, 5, dtype=torch.float64)
+    y, _, var = aotops.batch_norm(x, eps=0.0)
+    assert y.isnan().all()
+    assert torch.nn.functional.layer_norm(x, (5,), eps=0.0).isnan().all()
+    assert not var.any()
+    weight = torch.ones(5, dtype=x.dtype, requires_grad=True)
+    (dweight,) = torch.autograd.grad(aotops.batch_norm(x[:0], weight, eps=0.0)[0].sum(), weight)
+    assert torch.equal(dweight, torch.zeros_like(weight))
+
+
 def test_parameters_in_float32_beside_16_bits():
     x = torch.randn(8, 5, 3, 3).bfloat16()
     norm = aotops.BatchNorm2d(5)

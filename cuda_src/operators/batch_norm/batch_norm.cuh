@@ -54,10 +54,12 @@ Status batch_norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *ou
   const void *y = nullptr;
   void *dresidual = nullptr;
   if constexpr (Op::kRelu) y = in[Op::kY].data, dresidual = out[Op::kDresidual].data;
+  const ChannelShape shape = op.shape(x);
   return run_batch_norm_backward(
-      x.dtype, {Op::name, op.shape(x), op.eps, has_wide_parameters(x, weight), in[Op::kDy].data, in[Op::kDmean].data,
-                in[Op::kDvar].data, x.data, weight.data, in[Op::kMean].data, in[Op::kVar].data, y, out[Op::kDx].data,
-                out[Op::kDweight].data, out[Op::kDbias].data, dresidual, work.data, static_cast<cudaStream_t>(stream)});
+      x.dtype,
+      {Op::name, shape, op.gradient_eps(shape), has_wide_parameters(x, weight), in[Op::kDy].data, in[Op::kDmean].data,
+       in[Op::kDvar].data, x.data, weight.data, in[Op::kMean].data, in[Op::kVar].data, y, out[Op::kDx].data,
+       out[Op::kDweight].data, out[Op::kDbias].data, dresidual, work.data, static_cast<cudaStream_t>(stream)});
 }
 
 }  // namespace AOT_ISA

@@ -45,6 +45,8 @@ struct BatchNormAttrs {
     const int at = position(x);
     return {x.product(0, at), x.shape[at], x.product(at + 1, x.ndim)};
   }
+  // eps of a backward. Sums of no elements are 0, and with an eps of 0 they would be multiplied by infinity.
+  double gradient_eps(const ChannelShape &s) const { return s.outer && s.inner ? eps : 1; }
 
  protected:
   Status check_axis(const char *op, const Spec &x) const {

@@ -223,7 +223,8 @@ Status batch_norm_backward_cpu(const Op &op, const Tensor *in, const Tensor *out
                                out[Op::kDbias].template as<W>(),
                                nullptr};
     if constexpr (Op::kRelu) b.y = in[Op::kY].template as<T>(), b.dresidual = out[Op::kDresidual].template as<T>();
-    batch_norm_backward_loop<Op::kRelu>(op.shape(x), op.eps, b, work.as<A>());
+    const ChannelShape shape = op.shape(x);
+    batch_norm_backward_loop<Op::kRelu>(shape, op.gradient_eps(shape), b, work.as<A>());
     return kOk;
   });
 }
