@@ -6,7 +6,7 @@ A call that the library's function does not take is torch's own.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,18 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from aotops.frontends import torch as aotops
+from aotops.frontends.torch import running
 from aotops.frontends.torch.attention import _drop_is_taken, _is_taken
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-class Running(NamedTuple):
-    """A module as ``BatchNorm2d._track`` reads it, of a class that Dynamo knows: at SimpleNamespace a graph ends."""
-
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
-    momentum: float
 
 
 def exchanged() -> Any:
@@ -34,7 +26,11 @@ def exchanged() -> Any:
 
 
 def taken(x: Tensor, *others: Tensor | None) -> bool:
-    return x.dtype in DTYPES and all(t is None or t.dtype == x.dtype for t in others)
+    dtype = x.dtype
+    for t in others:
+        if t is not None and t.dtype != dtype:
+            return False
+    return dtype in DTYPES
 
 
 def linear(input, weight, bias=None):
@@ -48,13 +44,12 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
 
 def batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
     """Compiled for a GPU too, where the library's module is torch's."""
-    terms = input.numel() // max(1, input.shape[1])
+    terms = input.numel() // (input.shape[1] or 1)
     is_right = momentum is not None and (running_mean is None) == (running_var is None) and terms > 1 and eps > 0
     if training and is_right and taken(input, weight, bias):
         y, mean, var = aotops.batch_norm(input, weight, bias, eps)
-        batches = torch.empty((), dtype=torch.int64, device=input.device)  # nn.BatchNorm2d counts them before the call
-        running = Running(running_mean, running_var, batches, momentum)
-        if running_mean is None or aotops.BatchNorm2d._track(running, mean, var, terms):
+        statistics = running_mean, running_var, None  # nn.BatchNorm2d counts batches before the call
+        if running_mean is None or running.track(mean, var, statistics, momentum, terms):
             return y
     return TORCHS.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 

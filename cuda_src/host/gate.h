@@ -100,5 +100,6 @@ class Gate {
   uint64_t plain_keys_ = 0;  // of any plain tensor
   bool (*grad_mode_)() = nullptr, (*function_mode_)() = nullptr, (*callbacks_)() = nullptr;
 };
+inline Gate gate;
 
 }  // namespace aot

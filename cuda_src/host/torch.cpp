@@ -23,7 +23,6 @@ struct Torch {
   GateFacts gate;
 };
 Torch torch;
-Gate gate;
 TorchTensors tensors;
 
 // A call that allocates what the entry writes, each with `empty_like` of a prototype. The prototype is an input, or a

@@ -118,6 +118,36 @@ def test_statistics_of_other_channels_are_refused():
         assert not norm.num_batches_tracked
 
 
+def parametrized(norm):
+    torch.nn.utils.parametrize.register_parametrization(norm, "weight", torch.nn.Softplus())
+
+
+def plain_attributes(norm):
+    """As sharded modules and old weight_norm have them."""
+    weight, mean = norm.weight, norm.running_mean
+    del norm.weight, norm.running_mean
+    norm.weight, norm.running_mean = 2 * weight.detach(), mean + 1
+
+
+def of_the_instance(norm):
+    """Before the parameter of that name."""
+    vars(norm)["weight"] = torch.full((5,), 3.0)
+
+
+def of_the_class(norm):
+    norm.__class__ = type("Own", (type(norm),), {"bias": property(lambda self: self.weight * 2)})
+
+
+@pytest.mark.parametrize("change", [parametrized, plain_attributes, of_the_instance, of_the_class])
+def test_what_a_module_has_is_read_where_torch_reads_it(change):
+    x, said = torch.arange(15.0).view(3, 5), []
+    for cls in (torch.nn.BatchNorm1d, aotops.BatchNorm1d):
+        norm = cls(5)
+        change(norm)
+        said.append((norm(x), norm.running_mean, norm.running_var, norm.num_batches_tracked))
+    torch.testing.assert_close(said[1], said[0])
+
+
 def wants_gradient(norm):
     norm.running_mean.requires_grad_()
 

@@ -19,7 +19,7 @@ __device__ inline void move_towards(void *running, int64_t i, float share, float
 __global__ void __launch_bounds__(kRunningThreads)
     running_kernel(RunningStatistics call, float share, float share_of_var) {
   const int64_t i = int64_t{blockIdx.x} * kRunningThreads + threadIdx.x;
-  if (i == 0) ++*call.batches;
+  if (i == 0 && call.batches) ++*call.batches;
   if (i >= call.channels) return;
   const auto move = [&](auto *move_one) {
     move_one(call.running_mean, i, share, share, static_cast<const float *>(call.mean)[i]);

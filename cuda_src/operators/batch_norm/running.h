@@ -11,7 +11,7 @@ namespace aot {
 struct RunningStatistics {
   const void *mean, *var;  // float; on the CPU double too
   void *running_mean, *running_var;
-  int64_t *batches;
+  int64_t *batches;         // null: they are not counted
   int64_t channels, terms;  // terms: elements of a channel, at least 2
   double share;
   DType dtype;  // of the running statistics; on the CPU that of mean and var
