@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
 from aotops.testing.cases import CASES  # noqa: E402
@@ -145,6 +146,22 @@ def test_lltm_module_refuses_another_bias(shape):
     state = ours.LLTM(32, 128).state_dict() | {"bias": torch.zeros(shape)}
     with pytest.raises(RuntimeError, match="size mismatch for bias"):
         ours.LLTM(32, 128).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "shape"),
+    [("Linear", (5, 4), (3, 5)), ("LayerNorm", (5,), (3, 5)), ("Conv2d", (5, 4, 1), (2, 5, 3, 3))],
+)
+def test_what_a_module_has_is_read_where_torch_reads_it(name, args, shape):
+    """A pruned weight is an attribute, and one of the instance is found before a parameter."""
+    x, said = torch.randn(shape, dtype=torch.float64), []
+    for where in (torch.nn, ours):
+        module = getattr(where, name)(*args, dtype=x.dtype)
+        torch.nn.init.ones_(module.weight)
+        prune.custom_from_mask(module, "weight", torch.arange(module.weight.numel()).view_as(module.weight) % 2)
+        vars(module)["bias"] = torch.full_like(module.bias, 3.0)
+        said.append(module(x))
+    close(said[1], said[0])
 
 
 def test_modules_are_copied_pickled_moved_and_scripted_away():
