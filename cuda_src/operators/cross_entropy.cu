@@ -35,9 +35,9 @@ struct Unaligned {
 
 // For the loss alone. Longer rows are streamed.
 template <typename T>
-using LossShapes =
-    RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 2048>,
-                      WarpRow<T, 32, 4, 2048>, WarpRow<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockRow<T, 8>>;
+using LossShapes = RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, sizeof(T) == 2 ? 2048 : 1536>,
+                                     WarpRow<T, 16, 4, 2048>, WarpRow<T, 32, 4, 2048>,
+                                     WarpRow<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockRow<T, 8>>;
 
 // For slope * scale. In a ClusterRow each block has a part of the row; they exchange nothing.
 template <typename T>
@@ -115,10 +115,15 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   };
   auto launch = [&](auto smooth, auto slope) {
     return [=](auto shape, RegisterRowPlan plan) {
-      using Row = RegisterRow<decltype(shape)>;
+      using Shape = decltype(shape);
       plan.overlap = after_count && scale.count;  // the kernel that counts is the one before
-      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, slope, false>,
-                                                   stream, from, targets, results, scale, rows, cols, smoothing);
+      if constexpr (!slope && Shape::kSpan == Span::warp && sizeof(T) <= 4)
+        return launch_register_rows<Shape>(op, plan, rows, cross_entropy_loss_alone_kernel<Shape>, stream, from,
+                                           targets, results, rows, cols);
+      else
+        return launch_register_rows<Shape>(op, plan, rows,
+                                           cross_entropy_kernel<RegisterRow<Shape>, smooth, slope, false>, stream, from,
+                                           targets, results, scale, rows, cols, smoothing);
     };
   };
   constexpr std::true_type kYes;

@@ -269,6 +269,45 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (!kSmoothing && mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
 }
 
+// The loss alone of rows within a warp, of 16 or 32 bits, without smoothing. Such rows are many, and what each needs
+// beside its elements takes as long as these: its class and the logit there are awaited behind its sums. ptxas leaves
+// the inline loads in this order.
+template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    cross_entropy_loss_alone_kernel(const T *x, Targets targets, Results<T, A> results, int64_t rows, int64_t cols) {
+  launch_next();
+  const RegisterRow<Shape> part(cols);
+  const bool present = part.present(rows);
+  const int64_t first = part.row() * cols + part.column(0);
+  Vector<T> v[Shape::kVectors];
+#pragma unroll
+  for (int i = 0; i < Shape::kVectors; ++i) {
+    v[i] = filled<T>(kMinusInfinity);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(v[i].word[0]), "+r"(v[i].word[1]), "+r"(v[i].word[2]), "+r"(v[i].word[3])
+                 : "l"(x + first + i * Shape::kLanes * Shape::kSize), "r"(static_cast<int>(present && part.holds(i)))
+                 : "memory");
+  }
+  int64_t target = targets.ignore_index;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %2, 0;\nsetp.ne.b32 q, %3, 0;\n@p ld.global.s64 %0, [%1];\n"
+      "@q ld.global.s32 %0, [%1];\n}"
+      : "+l"(target)
+      : "l"(static_cast<const char *>(targets.data) + part.row() * (targets.wide ? 8 : 4)),
+        "r"(static_cast<int>(present && targets.wide)), "r"(static_cast<int>(present && !targets.wide))
+      : "memory");
+
+  NoExchange none;
+  const Exponentials<A> row = row_exponentials<false>(v, part, none).row;
+  const Class c(target, targets.ignore_index, cols);
+  const int at = static_cast<int>(c.column()) - part.column(0);
+  if (!present || !part.has(c.column())) return;  // not the row's one thread
+  A loss = logarithm(row.sum) - (widen(x[first + at]) - row.max);
+  if (!c.in_range) loss = nan<A>();
+  if (c.ignored) loss = A(-0.);  // as row_loss(), without its branches
+  results.write_loss(part.row(), loss);
+}
+
 // cross_entropy_kernel with extras, but not with weights and label smoothing. Row: an UnalignedRow, which may have
 // padding.
 template <class Row, class Shape = typename Row::Shape, typename T = typename Row::T, typename A = Accumulate<T>>

@@ -234,6 +234,25 @@ def test_cross_entropy_of_a_class_that_there_is_not_is_nan_on_a_gpu(classes):
         assert y.isnan().nonzero().tolist() == [[3]]
         dx = torch.autograd.grad(y.sum(), x)[0]
         assert dx.isnan().any(-1).nonzero().tolist() == [[3]]
+        assert ours.cross_entropy(x.detach(), target, reduction="none").isnan().nonzero().tolist() == [[3]]
+
+
+@ON
+@pytest.mark.parametrize("integer", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("classes", [8, 64, 100, 128, 136, 256, 512, 768, 1024])
+def test_the_loss_alone_of_short_rows_at_each_class(classes, dtype, integer, where):
+    """Rows of a warp or less, whose number is odd, in kernels of their own."""
+    rows, ignored = 2 * classes + 35, 17
+    x = scores(where, dtype, rows, classes)[0].detach()
+    target = (torch.arange(rows, device=where) * 7 % classes).to(integer)
+    target[ignored], x[ignored, 1] = -100, float("nan")
+    target[3], x[3, 2:] = 1, -float("inf")
+    error = max(4 * torch.finfo(dtype).eps, 1e-5 if dtype == torch.bfloat16 else 0)
+    for reduction in ("sum", "none"):
+        y = ours.cross_entropy(x, target, reduction=reduction)
+        expected = F.cross_entropy(x.double(), target.long(), reduction=reduction)
+        torch.testing.assert_close(y.double(), expected, rtol=error, atol=error)
 
 
 @ON
