@@ -47,7 +47,7 @@ template <typename T>
 using UnalignedScaleShapes = RegisterRowShapes<WarpRow<T, 16, 2>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 8>>;
 
 // Launches a sum over rows. Sixteen blocks have more loads in flight than eight, but not every device holds so many.
-template <auto block_kernel, auto cluster_kernel, typename... Arguments>
+template <auto block_kernel, auto cluster_kernel, unsigned kMostThreads = kSumThreads, typename... Arguments>
 Status launch_sum(const char *op, int64_t rows, void *stream, const Arguments &...arguments) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
@@ -57,7 +57,7 @@ Status launch_sum(const char *op, int64_t rows, void *stream, const Arguments &.
   int64_t at_once = 0;
   AOT_TRY(clusters_at_once<cluster_kernel>(op, kSumClusterThreads / blocks, static_cast<int>(blocks), 0, &at_once));
   if (at_once == 0) blocks = kMaxCluster;
-  shape.grid = shape.cluster = blocks, shape.block = kSumClusterThreads / blocks;
+  shape.grid = shape.cluster = blocks, shape.block = std::min(kSumClusterThreads / blocks, kMostThreads);
   return launch_kernel(op, cluster_kernel, shape, stream, arguments...);
 }
 
@@ -142,8 +142,8 @@ Status cross_entropy_count(const char *op, const Targets &targets, const Loss<T>
   if (weight.data)
     return launch_sum<cross_entropy_weight_kernel<Span::block, T, A>, cross_entropy_weight_kernel<Span::cluster, T, A>>(
         op, rows, stream, targets, weight, count, rows, cols);
-  return launch_sum<cross_entropy_count_kernel<Span::block, A>, cross_entropy_count_kernel<Span::cluster, A>>(
-      op, rows, stream, targets, count, rows);
+  return launch_sum<cross_entropy_count_kernel<Span::block, A>, cross_entropy_count_kernel<Span::cluster, A>,
+                    kCountClusterThreads>(op, rows, stream, targets, count, rows);
 }
 
 template <typename T>

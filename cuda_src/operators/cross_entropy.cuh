@@ -559,9 +559,15 @@ __global__ void __launch_bounds__(kAnyRowThreads)
 // on the number of rows alone.
 constexpr int kSumThreads = 1024, kSumClusterThreads = kMaxCluster * kSumThreads, kSumUnroll = 8;
 
+// In a cluster that counts, threads have twice as many vectors in flight, which the registers of larger blocks do not
+// hold. Counts are exact in any order.
+constexpr int kCountClusterThreads = kSumThreads / 2;
+
 // Counts the rows that are not ignored.
 template <Span kSpan, typename A>
-__global__ void __launch_bounds__(kSumThreads) cross_entropy_count_kernel(Targets targets, A *count, int64_t rows) {
+__global__ void __launch_bounds__(kSpan == Span::cluster ? kCountClusterThreads : kSumThreads)
+    cross_entropy_count_kernel(Targets targets, A *count, int64_t rows) {
+  constexpr int kUnroll = kSpan == Span::cluster ? 2 * kSumUnroll : kSumUnroll;
   wait_for_kernel_before();  // before launch_next(): the next kernel reads, before it waits, what older ones wrote
   launch_next();
   int64_t first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
@@ -571,13 +577,13 @@ __global__ void __launch_bounds__(kSumThreads) cross_entropy_count_kernel(Target
   // Sixteen bytes at a time: the kernel of rows waits, and few multiprocessors bring as much as is in flight.
   const int64_t each = targets.wide ? 2 : 4;
   const int64_t vectors = reinterpret_cast<uintptr_t>(targets.data) % 16 == 0 ? rows / each : 0;
-  for (int64_t i = first; i < vectors; i += kSumUnroll * step) {
-    Vector<float> v[kSumUnroll];
+  for (int64_t i = first; i < vectors; i += kUnroll * step) {
+    Vector<float> v[kUnroll];
 #pragma unroll
-    for (int j = 0; j < kSumUnroll; ++j)
+    for (int j = 0; j < kUnroll; ++j)
       if (i + j * step < vectors) v[j] = load_once(static_cast<const float *>(targets.data) + (i + j * step) * 4);
 #pragma unroll
-    for (int j = 0; j < kSumUnroll; ++j) {
+    for (int j = 0; j < kUnroll; ++j) {
       if (i + j * step >= vectors) continue;
       const uint32_t (&w)[4] = v[j].word;
       if (targets.wide) {
@@ -621,6 +627,7 @@ __global__ void __launch_bounds__(kSumThreads)
   int64_t first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   Exchange<kSpan, Sums<2, A>> exchange;
   wait_for_kernel_before();
+  launch_next();
   Sums<2, A> all = {};
   auto add = [&](A loss) {
     all.value[0] += loss;

@@ -256,6 +256,21 @@ def test_the_loss_alone_of_short_rows_at_each_class(classes, dtype, integer, whe
 
 
 @ON
+@pytest.mark.parametrize("integer", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("rows", [16385, 140003])
+def test_the_mean_of_many_rows(rows, integer, where):
+    """Their number is divided by, which several blocks count; classes at 16-byte boundaries and not."""
+    x, target = scores(where, torch.float32, rows + 1, 8)
+    target[::3] = -100
+    for first in (0, 1):
+        expected = F.cross_entropy(x[first:], target[first:])
+        y = ours.cross_entropy(x[first:], target.to(integer)[first:])
+        torch.testing.assert_close(y, expected)
+        dx, of_expected = (torch.autograd.grad(loss, x)[0] for loss in (y, expected))
+        torch.testing.assert_close(dx, of_expected, rtol=1e-5, atol=1e-10)
+
+
+@ON
 def test_shapes_and_dtypes_in_turn(where):
     """Results that are not like an input are of the shape and dtype of this call, and not of the one before."""
     for _ in range(2):
