@@ -62,18 +62,24 @@ struct GroupedBlock {
   __device__ int first_result(const Grouped &g) const { return group * g.out + part * g.part; }
 };
 
-// A pixel of a window: where it is in the source, from the window's first on, and its row and column.
+// A pixel of a window: where it is in the source, from the window's first on, and its row and column. kPlanes: those of
+// even columns come first.
+template <bool kPlanes = false>
 __device__ inline void write_pixels(const GroupedCall &c, int2 *pixels) {
   const Grouped &g = c.g;
   for (int i = threadIdx.x; i < g.window_h * g.window_w; i += blockDim.x) {
-    const int row = i / g.window_w, col = i - row * g.window_w;
+    int row = i / g.window_w, col = i - row * g.window_w;
+    if constexpr (kPlanes) {
+      const int wide = g.window_w / 2, odd = i >= g.window_h * wide, of_plane = i - odd * g.window_h * wide;
+      row = of_plane / wide, col = 2 * (of_plane - row * wide) + odd;
+    }
     pixels[i] = {(row * g.w.source + col) * g.source_pitch, row << 16 | col};
   }
 }
 
 // Copies the window of a tile, `channels` channels from a multiple of a vector on, those before `end`, to shared
 // memory, with zeros outside of the image.
-template <typename T>
+template <typename T, bool kPlanes = false>
 __device__ inline void load_window(const GroupedCall &c, const GroupedTile &tile, const T *source, const int2 *pixels,
                                    int channel, int end, uint32_t to) {
   const Grouped &g = c.g;
@@ -88,7 +94,8 @@ __device__ inline void load_window(const GroupedCall &c, const GroupedTile &tile
     const int2 at = pixels[pixel];
     const bool there = static_cast<unsigned>(h0 + (at.y >> 16)) < static_cast<unsigned>(g.h.source) &&
                        static_cast<unsigned>(w0 + (at.y & 0xffff)) < static_cast<unsigned>(g.w.source) && v < left;
-    copy_async(to + pixel * g.pixel + v * 16, there ? from + at.x + v * kVector : source, there);
+    const int gap = kPlanes && at.y % 2 ? g.plane() - g.windows() / 2 : 0;
+    copy_async(to + gap + pixel * g.pixel + v * 16, there ? from + at.x + v * kVector : source, there);
   }
 }
 

@@ -94,8 +94,8 @@ struct Grouped {
   int result_channels = 0, result_pixel = 0;
   // dweight: 16s of results, pieces of `eights` of the channels, blocks along all, blocks along the tiles
   int sixteens = 1, splits = 1, slices = 0;
-  // Kernels of columns (conv2d_grouped_columns.cuh). y and dx: units of 4 x 8 positions across a tile; dweight: 16s of
-  // results of a warp. 0: the kernels of any step.
+  // Kernels of columns (conv2d_grouped_columns.cuh, conv2d_grouped_planes.cuh). y and dx: units of 4 x 8 positions
+  // across a tile; dweight: 16s of results of a warp. 0: the kernels of any step.
   int columns = 0;
 
   // A step of a sum has 16 terms of 16 bits, or 8 of TF32.
@@ -107,8 +107,28 @@ struct Grouped {
   AOT_BOTH_SIDES int steps() const { return first_step[phases()]; }
   AOT_BOTH_SIDES int64_t tiles() const { return int64_t{batch} * tiles_h * tiles_w; }
   AOT_BOTH_SIDES int windows() const { return window_h * window_w * pixel; }
-  // Bytes of a window, and of dweight's tile of dy, that TMA writes.
+  // Bytes of shared memory for a box of TMA.
   AOT_BOTH_SIDES int boxed(int bytes) const { return (bytes + 127) / 128 * 128; }
+  // By columns with stride 2 a window is two planes, of its even and of its odd columns, as wide each.
+  AOT_BOTH_SIDES bool planes() const { return columns && h.step == 2; }
+  AOT_BOTH_SIDES int plane() const { return boxed(windows() / 2); }
+  AOT_BOTH_SIDES int boxes() const { return planes() ? 2 * plane() : boxed(windows()); }
+  // Bytes behind two windows of planes that are read for positions of units which no tile has.
+  int behind() const {
+    const int last_row = h.window(units / columns * 4) - 1, last_column = (w.window(columns * 8) - 1) / 2;
+    return planes() ? 3 * plane() + (last_row * window_w / 2 + last_column + 1) * pixel - 2 * windows() : 0;
+  }
+  // Whether a tensor map has the channels of a block's groups as an axis, behind whose end TMA reads no memory.
+  AOT_BOTH_SIDES bool by_blocks() const {
+    return chunks == 1 && groups % block_groups == 0 && block_groups * in % vector == 0;
+  }
+  // y and dx by conv2d_grouped_planes.cuh. Three products' sums of 24 results take so many registers that two warps
+  // share a unit of positions.
+  bool by_planes() const { return planes() || (columns && three); }
+  int halves() const { return by_planes() && eights == 3 && three ? 2 : 1; }
+  // Warps that a multiprocessor has registers for.
+  int most_warps() const { return by_planes() && (eights > 1 || three) ? 16 : 24; }
+  // Bytes of dweight's tile of dy, that TMA writes.
   AOT_BOTH_SIDES int dweight_box() const { return boxed(rows * cols * result_pixel); }
   // Bytes of dy's tile, and the places of its positions.
   AOT_BOTH_SIDES int dweight_tile(int positions) const { return positions * (result_pixel + 4); }
@@ -167,6 +187,7 @@ double grouped_tiles(Grouped *g, int most, Cost cost) {
 }
 
 // Likewise for tiles of units of 4 x 8 positions, which begin at equal distances: some of their positions are dropped.
+// cost(a plan with such tiles).
 template <class Cost>
 double grouped_column_tiles(Grouped *g, int most, Cost cost) {
   double least = -1;
@@ -174,45 +195,52 @@ double grouped_column_tiles(Grouped *g, int most, Cost cost) {
   for (int high = 1; high <= most; ++high)
     for (int wide = 1; high * wide <= most; ++wide) {
       const int down = divide_up(g->h.count, 4 * high), across = divide_up(g->w.count, 8 * wide);
-      const int rows = divide_up(g->h.count, down), cols = divide_up(g->w.count, across);
-      const int window_h = g->h.window(4 * high), window_w = g->w.window(8 * wide);
-      if (rows <= 4 * (high - 1) || cols <= 8 * (wide - 1) || window_h > kMostBox || window_w > kMostBox) continue;
-      if (int64_t{window_h} * g->w.source * g->source_pitch >= int64_t{1} << 31) continue;
-      const double each = cost(high * wide, window_h * window_w), all = double(down) * across * each;
+      Grouped t = *g;
+      t.units = high * wide, t.columns = wide, t.tiles_h = down, t.tiles_w = across;
+      t.rows = divide_up(g->h.count, down), t.cols = divide_up(g->w.count, across);
+      t.window_h = g->h.window(4 * high), t.window_w = g->w.window(8 * wide);
+      if (t.planes()) t.window_h = g->h.window(t.rows), t.window_w = grouped_up(g->w.window(t.cols), 2);
+      if (t.rows <= 4 * (high - 1) || t.cols <= 8 * (wide - 1)) continue;
+      if (t.window_h > kMostBox || t.window_w > kMostBox) continue;
+      if (int64_t{t.window_h} * g->w.source * g->source_pitch >= int64_t{1} << 31) continue;
+      const double each = cost(t), all = double(down) * across * each;
       if (each < 0 || (least >= 0 && all >= least)) continue;
-      least = all, g->units = high * wide, g->columns = wide, g->rows = rows, g->cols = cols;
-      g->tiles_h = down, g->tiles_w = across, g->window_h = window_h, g->window_w = window_w;
+      least = all, *g = t;
     }
   return least;
 }
 
 // Whether the elements of the kernel in a column are three neighbours that each pixel of the result meets.
-inline bool grouped_column_axis(const GroupedAxis &h) {
-  return h.phases == 1 && h.step == 1 && h.span == 3 && h.phase[0].taps == 3;
-}
+inline bool grouped_column_axis(const GroupedAxis &h) { return h.phases == 1 && h.span == 3 && h.phase[0].taps == 3; }
 
-// Blocks that a multiprocessor of an H200 holds, by shared memory, and by registers, which 24 warps have.
-inline int64_t grouped_blocks(int64_t shared, int warps) {
-  constexpr int kAllShared = 222 << 10, kAllWarps = 24;
-  return std::max<int64_t>(std::min<int64_t>(kAllShared / (shared + 1024), kAllWarps / warps), 1);
+// Blocks that a multiprocessor of an H200 holds, by shared memory and by registers.
+inline int64_t grouped_blocks(int64_t shared, int warps, int most_warps = 24) {
+  constexpr int kAllShared = 222 << 10;
+  return std::max<int64_t>(std::min<int64_t>(kAllShared / (shared + 1024), most_warps / warps), 1);
 }
 
 // How much longer a kernel takes that leaves a multiprocessor few warps to hide latencies with.
-inline double grouped_idle(int64_t shared, int warps) {
+inline double grouped_idle(int64_t shared, int warps, int most_warps = 24) {
   constexpr int kEnough = 24;
-  return double(kEnough) / std::clamp<int64_t>(grouped_blocks(shared, warps) * warps, 1, kEnough);
+  return double(kEnough) / std::clamp<int64_t>(grouped_blocks(shared, warps, most_warps) * warps, 1, kEnough);
 }
 
 // Plans y or dx's pass, whose sizes are there. Costs are warps' instructions. false: it does not fit in shared memory.
 inline bool plan_grouped(Grouped *g, bool by_columns) {
   constexpr int kMostWeights = 48 << 10, kMostChannels = 192, kItem = 150;  // channels: bytes of them
-  const int most_eights = g->three ? 2 : 4;                                 // a sum of three products is two
+  constexpr int kLeastThree = 8;                                            // channels: with 4, 224 us became 246
   const int load = by_columns ? kGroupedBoxLoad : kGroupedLoad;
-  constexpr double kLine = 1.5;  // vectors of 16 bytes that a pixel's first and last sectors have besides
+  constexpr double kVector = 5.6,
+                   kBoxRow = 20;  // 16 bytes of a box, and at least for a pixel: an H200's clocks times 4
+  constexpr double kLine = 1.5;   // vectors of 16 bytes that a pixel's first and last sectors have besides
   g->chunk = g->in <= g->wide() ? g->in : kGroupedChunk / 16 * g->vector;
   g->chunks = divide_up(g->in, g->chunk);
-  if (by_columns && (g->three || !grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % (g->vector / 2)))
+  if (by_columns && (!grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % (g->vector / 2))) return false;
+  const bool strided = by_columns && g->h.step == 2;
+  if (strided ? g->w.step != 2 || g->w.source < 2 : by_columns && (g->h.step > 1 || (g->three && g->in < kLeastThree)))
     return false;
+  // a sum of three products is two
+  const int most_eights = !g->three ? 4 : by_columns && g->chunks == 1 ? 3 : 2;
   const int rounds = divide_up(g->w.phase[0].taps * g->chunk, g->terms());
   if (by_columns) g->first_step[1] = 3 * rounds;
   for (int p = 0; !by_columns && p < g->phases(); ++p) {
@@ -246,29 +274,41 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
     t.pixel = grouped_pixel(t.channels / t.vector);
     t.result_channels = t.chunks > 1 ? t.eights * 8 : grouped_up(t.block_groups * t.part, 8);
     t.result_pixel = grouped_pixel(t.result_channels / t.vector);
-    const int64_t beside =
-        int64_t{stages} * 4 * t.block_groups * t.chunk_words() + t.steps() * 8 * 4 + 24 + (by_columns ? 256 : 0);
+    const int64_t beside = int64_t{stages} * 4 * t.block_groups * t.chunk_words() + t.steps() * 8 * 4 + 24 +
+                           (by_columns ? 256 * t.h.step : 0);
+    if (by_columns) t.columns = 1;  // those of a tile are chosen with it
     auto warps = [&](int units) {
-      return units * (t.chunks > 1 ? wide_tasks : std::min(t.block_groups * t.pieces, kGroupedWarps / units));
+      const int tasks = t.block_groups * t.pieces * t.halves();
+      return units * (t.chunks > 1 ? wide_tasks : std::min(tasks, kGroupedWarps / units));
     };
-    auto shared = [&](int units, int window) {
+    auto shared = [&](int units, int window, int64_t behind = 0) {
       const int64_t staged = t.chunks > 1 ? warps(units) : units;
-      return int64_t{window} * (2 * t.pixel + 8) + beside + kGroupedUnit * (staged * t.result_pixel + 8 * units);
+      const int64_t other = int64_t{window} * 8 + beside + kGroupedUnit * (staged * t.result_pixel + 8 * units);
+      return int64_t{window} * 2 * t.pixel + std::max(other, behind);
     };
     const int most_units = kGroupedWarps / (t.chunks > 1 ? wide_tasks : 1);
-    auto cost_of = [&](int units, int window) {
-      if (shared(units, window) > (by_columns ? kColumnsShared : kConvShared)) return -1.0;
-      const double terms = by_columns ? rounds * (16.0 + 9 * t.eights) : t.steps() * (10.0 + 3 * t.eights);
+    auto cost_of = [&](int units, int window, int behind = 0) {
+      if (shared(units, window, behind) > (by_columns ? kColumnsShared : kConvShared)) return -1.0;
+      double terms = by_columns ? rounds * (16.0 + 9 * t.eights) : t.steps() * (10.0 + 3 * t.eights);
+      if (by_columns && t.three) terms = rounds * (80.0 * t.halves() + 120 * t.eights);
       const double results = t.phases() * (30.0 + 12 * t.eights);
       const double products = t.block_groups * t.pieces * units * (t.chunks * terms + results);
       const double loads = t.chunks * (window * (t.channels / t.vector + kLine) / 32 * load + kItem * warps(units));
-      return (products + loads) * grouped_idle(shared(units, window), warps(units));
+      const double idle = grouped_idle(shared(units, window, behind), warps(units), t.most_warps());
+      if (strided) {  // loads are apart from the products
+        const double memory = t.chunks * window * std::max(t.pixel / 16 * kVector, kBoxRow);
+        const double busy = products * std::max(idle / 2, 1.0) + kItem * warps(units);
+        return std::max(busy, memory) + std::min(busy, memory) / 4;
+      }
+      return (products + loads) * idle;
     };
+    auto cost_of_columns = [&](const Grouped &of) { return cost_of(of.units, of.window_h * of.window_w, of.behind()); };
     const double cost =
-        by_columns ? grouped_column_tiles(&t, most_units, cost_of) : grouped_tiles(&t, most_units, cost_of);
+        by_columns ? grouped_column_tiles(&t, most_units, cost_of_columns) : grouped_tiles(&t, most_units, cost_of);
     if (cost >= 0 && (least < 0 || cost * blocks < least)) {
       least = cost * blocks, best = t;
-      best.warps = warps(t.units), best.shared = static_cast<int>(shared(t.units, t.window_h * t.window_w));
+      best.warps = warps(t.units);
+      best.shared = static_cast<int>(shared(t.units, t.window_h * t.window_w, by_columns ? t.behind() : 0));
     }
   };
   // groups whose results are whole sectors, or, if they do not fit, whole vectors
@@ -318,7 +358,7 @@ inline bool divide_dweight_columns(Grouped *g) {
 inline bool plan_grouped_dweight(Grouped *g, bool by_columns) {
   constexpr int kMostUnits = 8;
   const int wide = g->wide();
-  if (by_columns && (g->vector < 8 || !grouped_column_axis(g->h))) return false;
+  if (by_columns && (g->vector < 8 || g->h.step > 1 || !grouped_column_axis(g->h))) return false;
   const bool narrow = std::max(g->in, g->out) <= wide;
   g->chunk = std::min(g->in, wide), g->chunks = divide_up(g->in, g->chunk);
   g->part = std::min(g->out, wide), g->parts = divide_up(g->out, g->part);

@@ -18,11 +18,12 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// source: (image, row, column, group, channel) with chunks, else of one group. dy: dweight's, (image, row, column, 1,
-// channel).
+// source: (image, row, column, group, channel) with chunks, else of one group. other: dweight's dy, (image, row,
+// column, 1, channel). In conv2d_grouped_planes.cuh they have columns of one parity each, of the groups of a block if
+// these divide all.
 struct GroupedColumns {
   GroupedCall c;
-  CUtensorMap source, dy;
+  CUtensorMap source, other;
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -74,6 +75,37 @@ struct GroupedStages {
     ++loaded;
   }
 };
+
+// Writes channels [first, end) of a unit's pixels, from vector `begin` of its results in shared memory on, `apart` at a
+// time. spots: of the unit's positions, where their pixel is in the result, from the tile's first on, and their row and
+// column in the tile.
+template <typename T>
+__device__ inline void write_unit(const GroupedCall &c, const GroupedTile &tile, const int2 *spots, const char *unit,
+                                  T *result, int first, int end, int begin, int apart) {
+  constexpr int kAtOnce = 4, kVector = kVectorSize<T>;  // vectors that are read before they are written
+  const Grouped &g = c.g;
+  const int rows = min(g.rows, g.h.result - tile.row), cols = min(g.cols, g.w.result - tile.column);
+  const int64_t row = int64_t{tile.image} * g.h.result + tile.row;
+  T *const to = result + (row * g.w.result + tile.column) * g.result_pitch + first;
+  const int vectors = g.result_channels / kVector, n = kGroupedUnit * vectors;
+  for (int i = begin; i < n; i += kAtOnce * apart) {
+    uint4 value[kAtOnce];
+    int at[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int k = min(i + j * apart, n - 1);
+      const int position = c.by_result_vectors.divide(k), v = k - position * vectors;
+      const int2 spot = spots[position];
+      const bool there =
+          i + j * apart < n && (spot.y >> 16) < rows && (spot.y & 0xffff) < cols && first + v * kVector < end;
+      at[j] = there ? spot.x + v * kVector : -1;
+      value[j] = *reinterpret_cast<const uint4 *>(unit + position * g.result_pixel + v * 16);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (at[j] >= 0) *reinterpret_cast<uint4 *>(to + at[j]) = value[j];
+  }
+}
 
 // kWhole: each lane reads neighbouring channels of a vector by ldmatrix, or else of half of one.
 template <typename T, int kEights, bool kWhole>
@@ -216,30 +248,8 @@ __global__ void __launch_bounds__(256, 3)
       }
     };
     char *const mine = staged + (g.chunks > 1 ? warp_index() : unit) * kUnit * g.result_pixel;
-    // channels [first, end) of the pixels, from vector `begin` of the unit's results on, `apart` at a time
     auto write = [&](int first, int end, int begin, int apart) {
-      constexpr int kAtOnce = 4;  // vectors that are read before they are written
-      const int rows = min(g.rows, g.h.result - tile.row), cols = min(g.cols, g.w.result - tile.column);
-      const int64_t row = int64_t{tile.image} * g.h.result + tile.row;
-      T *const to = result + (row * g.w.result + tile.column) * g.result_pitch + first;
-      const int vectors = g.result_channels / kVector, n = kUnit * vectors;
-      for (int i = begin; i < n; i += kAtOnce * apart) {
-        uint4 value[kAtOnce];
-        int at[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int k = min(i + j * apart, n - 1);
-          const int position = c.by_result_vectors.divide(k), v = k - position * vectors;
-          const int2 spot = spots[unit * kUnit + position];
-          const bool there =
-              i + j * apart < n && (spot.y >> 16) < rows && (spot.y & 0xffff) < cols && first + v * kVector < end;
-          at[j] = there ? spot.x + v * kVector : -1;
-          value[j] = *reinterpret_cast<const uint4 *>(mine + position * g.result_pixel + v * 16);
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)
-          if (at[j] >= 0) *reinterpret_cast<uint4 *>(to + at[j]) = value[j];
-      }
+      write_unit(c, tile, spots + unit * kUnit, mine, result, first, end, begin, apart);
     };
 
     const int first_result = block.first_result(g), of_group = (block.group + 1) * g.out;
@@ -311,7 +321,7 @@ __global__ void __launch_bounds__(32 * (kSixteens > 1 ? kGroupedTwoWarps : kGrou
     mbarrier_expect(&full[stage], g.windows() + pixels_of_dy * g.result_pixel);
     tma_load(call.source, window, &full[stage], channel / 8 * 8, 0, tile.column * g.w.step + g.w.lowest,
              tile.row + g.h.lowest, tile.image);
-    tma_load(call.dy, to, &full[stage], output / 8 * 8, 0, tile.column, tile.row, tile.image);
+    tma_load(call.other, to, &full[stage], output / 8 * 8, 0, tile.column, tile.row, tile.image);
 #else
     load_window(c, tile, x, pixels, channel / 8 * 8, g.source_pitch, window);
     const int vectors = g.result_channels / 8, left = (g.result_pitch - output / 8 * 8) / 8;

@@ -475,7 +475,7 @@ struct Conv2dParams {
       p.x = p.packed_x ? words(s.batch * s.height * s.width * p.channels, size) : 0;
       p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
       const bool wide = takes_boxes(s, dtype);
-      p.boxes = wide || takes_narrow(s, dtype, p.grouped_images.columns > 0);
+      p.boxes = wide || takes_narrow(s, dtype, p.grouped_images.columns && !p.grouped_images.planes());
       p.boxes_dweight =
           wide ? size == 2 || takes_hwcn(s, dtype) : takes_diagonal(s, dtype, p.grouped_dweight.columns > 0);
       if (!p.boxes && !p.boxes_dweight) return p;

@@ -87,7 +87,12 @@ bool tiles(const Grouped &g, bool dweight) {
   } else if (rows * cols > g.units * kGroupedUnit) {
     return false;
   }
-  return g.rows <= rows && g.cols <= cols && g.window_h == g.h.window(rows) && g.window_w == g.w.window(cols);
+  if (g.rows > rows || g.cols > cols) return false;
+  if (!g.planes()) return g.window_h == g.h.window(rows) && g.window_w == g.w.window(cols);
+  // windows of the tile's own positions, which others of its units read behind
+  const int last_row = g.h.window(rows) - 1, last_column = (g.w.window(cols) - 1) / 2;
+  return g.window_h == g.h.window(g.rows) && g.window_w == grouped_up(g.w.window(g.cols), 2) &&
+         3 * g.plane() + (last_row * g.window_w / 2 + last_column + 1) * g.pixel <= g.shared;
 }
 
 // Whether neighbouring pixels are in other banks.
@@ -96,10 +101,11 @@ bool apart(const Grouped &g, bool dweight, int pixel) {
 }
 
 bool divides(const Grouped &g, bool dweight) {
+  const int most_eights = !g.three ? 4 : g.columns && g.chunks == 1 ? 3 : 2;
   return tiles(g, dweight) && (g.tiles_h - 1) * g.rows < g.h.count && g.h.count <= g.tiles_h * g.rows &&
          (g.tiles_w - 1) * g.cols < g.w.count && g.w.count <= g.tiles_w * g.cols &&
          g.shared <= (g.columns ? kColumnsShared : kConvShared) && apart(g, dweight, g.pixel) &&
-         apart(g, dweight, g.result_pixel) && g.eights <= (g.three ? 2 : 4) && g.blocks() * g.chunks < 1 << 16 &&
+         apart(g, dweight, g.result_pixel) && g.eights <= most_eights && g.blocks() * g.chunks < 1 << 16 &&
          g.chunks * g.chunk >= g.in && g.parts * g.part >= g.out;
 }
 

@@ -213,6 +213,11 @@ GROUPED = [
     ((2, 12, 31, 33), 12, (3, 3), {"groups": 6, "stride": 2, "padding": 1}),
     ((2, 132, 15, 15), 132, (3, 3), {"groups": 33, "padding": 1}),
     ((2, 21, 16, 17), 35, (3, 3), {"groups": 7, "padding": 1}),
+    # stride 2 by planes: odd numbers of pixels, padding of both parities, wide kernels, chunks of channels
+    ((3, 96, 33, 30), 96, (3, 3), {"groups": 4, "stride": 2, "padding": (0, 2)}),
+    ((2, 80, 31, 29), 80, (3, 5), {"groups": 2, "stride": 2, "padding": (1, 2)}),
+    ((2, 48, 9, 70), 72, (3, 2), {"groups": 3, "stride": 2, "padding": (2, 0)}),
+    ((1, 24, 40, 41), 24, (3, 3), {"groups": 3, "stride": 2, "padding": (1, 2), "dilation": (1, 2)}),
     # multiples of 64, which are the implicit GEMM's on compute capability 9.0: of 64, 128 and 192, and two widths. With
     # a stride of 3 dx is not.
     ((8, 256, 14, 14), 256, (3, 3), {"groups": 4, "padding": 1}),
