@@ -55,8 +55,8 @@ struct Conv2dParams {
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
   //   depthwise      a group for each channel (conv2d_depthwise.h)
-  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h); in 16 bits and TF32, of
-  //                  multiples of 64 and of 16 or 32, the implicit GEMM on compute capability 9.0
+  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h); in 16 bits and TF32, on
+  //                  compute capability 9.0, the implicit GEMM for groups of 16, of 32 and of multiples of 64 channels
   //   direct         any call
   enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise, grouped };
   // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
