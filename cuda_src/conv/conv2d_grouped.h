@@ -230,9 +230,9 @@ inline bool plan_grouped(Grouped *g, bool by_columns) {
   constexpr int kMostWeights = 48 << 10, kMostChannels = 192, kItem = 150;  // channels: bytes of them
   constexpr int kLeastThree = 8;                                            // channels: with 4, 224 us became 246
   const int load = by_columns ? kGroupedBoxLoad : kGroupedLoad;
-  constexpr double kVector = 5.6,
-                   kBoxRow = 20;  // 16 bytes of a box, and at least for a pixel: an H200's clocks times 4
-  constexpr double kLine = 1.5;   // vectors of 16 bytes that a pixel's first and last sectors have besides
+  // An H200's clocks, times 4, for 16 bytes of a box, and at least for a pixel of it
+  constexpr double kVector = 5.6, kBoxRow = 20;
+  constexpr double kLine = 1.5;  // vectors of 16 bytes that a pixel's first and last sectors have besides
   g->chunk = g->in <= g->wide() ? g->in : kGroupedChunk / 16 * g->vector;
   g->chunks = divide_up(g->in, g->chunk);
   if (by_columns && (!grouped_column_axis(g->h) || g->w.phases > 1 || g->chunk % (g->vector / 2))) return false;
