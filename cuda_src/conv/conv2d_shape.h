@@ -55,8 +55,9 @@ struct Conv2dParams {
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
   //   depthwise      a group for each channel (conv2d_depthwise.h)
-  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h); in 16 bits and TF32, on
-  //                  compute capability 9.0, the implicit GEMM for groups of 16, of 32 and of multiples of 64 channels
+  //   grouped        groups of several channels in 16 bits and float32 (conv2d_grouped.h), and up to 31 channels
+  //                  without groups; in 16 bits and TF32, on compute capability 9.0, the implicit GEMM for groups of
+  //                  16, of 32 and of multiples of 64 channels
   //   direct         any call
   enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise, grouped };
   // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
@@ -317,12 +318,12 @@ struct Conv2dParams {
   }
 
   // Whether dweight in TF32 takes copies of x and dy in HWCN, on compute capability 9.0 (conv2d_hwcn.cuh), whose
-  // products are of 32 images at a time, at least half of them there. With a stride the copy of a large x takes as long
-  // as the products gain, unless NCHW is copied anyway.
+  // products are of 32 images at a time, at least half of them there. With a stride and without groups the copy of a
+  // large x takes as long as the products gain, unless NCHW is copied anyway.
   bool takes_hwcn(const Conv2dShape &s, DType dtype) const {
     return dtype == DType::float32 && allow_tf32 && !pointwise(s, dtype) && s.channels >= 32 && s.channels % 4 == 0 &&
            s.out_channels % 4 == 0 && 2 * s.batch >= round_up(s.batch, 32) &&
-           (!nhwc() || (stride.value[0] == 1 && stride.value[1] == 1)) &&
+           (!nhwc() || groups > 1 || (stride.value[0] == 1 && stride.value[1] == 1)) &&
            std::max(s.channels * s.height * s.width, s.out_channels * s.out_h * s.out_w) < int64_t{1} << 30;
   }
   static int64_t hwcn_pitch(int64_t images) { return round_up(images, 4); }  // of vectors of 16 bytes
@@ -403,12 +404,27 @@ struct Conv2dParams {
                  Grouped *g) const {
     Depthwise d;
     if (depthwise_call(s, dtype, pass, &d)) return depthwise;
-    if (grouped_fits(s, dtype) && (grouped_takes(s, dtype, pass, g) || takes_boxes(s, dtype))) return grouped;
+    if (groups > 1 && grouped_fits(s, dtype) && (grouped_takes(s, dtype, pass, g) || takes_boxes(s, dtype)))
+      return grouped;
     if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
     if (x_is_patches(s, dtype)) return patches;
     if (are_patches(s, dtype)) return few && before_patches ? few_channels : patches;
     if (few) return few_channels;
-    return dtype == DType::float64 ? direct : implicit_gemm;
+    if (dtype == DType::float64) return direct;
+    const bool one = is_one_group(s, dtype, pass) && grouped_fits(s, dtype) && grouped_takes(s, dtype, pass, g);
+    return one ? grouped : implicit_gemm;
+  }
+
+  // Whether a pass without groups is one of a single group: of fewer channels than the implicit GEMM's boxes have
+  // (docs/lab_notes.md). With a stride dx is slower of large kernels, and dweight of any.
+  bool is_one_group(const Conv2dShape &s, DType dtype, Depthwise::Pass pass) const {
+    constexpr int64_t kBox = 32, kMostKernel = 3;
+    const bool narrow = itemsize(dtype) == 2, strided = stride.value[0] > 1 || stride.value[1] > 1;
+    if (groups != 1 || s.channels <= kMaxFewChannels || s.channels >= kBox) return false;
+    if (s.out_channels > (narrow ? 192 : 32)) return false;
+    if (pass == Depthwise::dweight) return !strided && (narrow || nhwc());
+    return pass == Depthwise::y || !strided ||
+           (std::max(s.kernel_h, s.kernel_w) <= kMostKernel && s.channels % 8 == 0);
   }
 
   // Pairs of channels are together in a word, or read and written together, images have 31 bits of elements, and a
@@ -419,7 +435,7 @@ struct Conv2dParams {
       return !nhwc() || channels % 8 == 0 || s.batch * pixels * round_up(channels, 8) < int64_t{1} << 32;
     };
     const int64_t wide = kGroupedWide / itemsize(dtype);
-    bool fits = itemsize(dtype) < 8 && groups > 1 && s.channels > 0 && s.out_channels > 0 && s.pixels() > 0 &&
+    bool fits = itemsize(dtype) < 8 && s.channels > 0 && s.out_channels > 0 && s.pixels() > 0 &&
                 s.height * s.width > 0 && packs(s.height * s.width, s.channels) &&
                 packs(s.out_h * s.out_w, s.out_channels) && s.kernel_h <= kMostKernel && s.kernel_w <= kMostKernel &&
                 s.batch * std::max(s.height * s.width, s.out_h * s.out_w) < kMost &&
@@ -469,7 +485,7 @@ struct Conv2dParams {
     }
     // float64's direct kernels need none, but dweight of a 1 x 1 kernel may be products of each image in as much
     const bool products = groups == 1 && dtype == DType::float64 && s.kernel() == 1 && !nhwc();
-    if (p.any(grouped)) {
+    if (p.any(grouped) && groups > 1) {
       p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
       p.packed_x = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
       p.x = p.packed_x ? words(s.batch * s.height * s.width * p.channels, size) : 0;
@@ -485,7 +501,7 @@ struct Conv2dParams {
       if (p.boxes_dweight && size == 4) set_hwcn(s, &p);
       return p;
     }
-    if (!p.any(implicit_gemm) && !products) return p;
+    if (!p.any(implicit_gemm) && !p.any(grouped) && !products) return p;
     p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
     p.packed_x = !nhwc() || p.channels != s.channels, p.packed_y = !nhwc() || p.out_channels != s.out_channels;
     p.packed = p.packed_x || p.packed_y;
@@ -494,7 +510,7 @@ struct Conv2dParams {
     // only dx of TF32 has another order of the weight than NHWC
     p.weight = p.packed || size > 2 ? words(p.out_channels * s.kernel() * p.channels, size) : 0;
     p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
-    if (p.of_dweight == few_channels) return p;
+    if (p.of_dweight == few_channels || p.of_dweight == grouped) return p;
     if (dtype == DType::float32) {
       p.slices = slices_of_float32(p, s);
     } else {

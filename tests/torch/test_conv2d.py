@@ -247,6 +247,13 @@ GROUPED = [
     ((34, 128, 13, 14), 128, (1, 1), {"groups": 8}),
     ((9, 64, 20, 19), 64, (3, 3), {"groups": 2, "dilation": 2, "padding": 2}),
     ((17, 256, 12, 13), 256, (3, 3), {"groups": 8, "stride": 3, "padding": 2}),
+    # one, of fewer channels than a box there; with a stride dx alone, or neither
+    ((3, 24, 19, 37), 24, (3, 3), {"groups": 1, "padding": 1}),
+    ((1, 28, 9, 40), 160, (3, 3), {"groups": 1, "padding": 1}),
+    ((2, 12, 15, 14), 30, (3, 2), {"groups": 1, "padding": (1, 0)}),
+    ((2, 10, 13, 12), 8, (3, 3), {"groups": 1, "dilation": 2, "padding": 2}),
+    ((2, 16, 18, 21), 72, (3, 3), {"groups": 1, "stride": 2, "padding": 1}),
+    ((2, 20, 17, 16), 20, (5, 5), {"groups": 1, "stride": 2, "padding": 2}),
     # other kernels, strides, paddings and dilations
     ((2, 64, 17, 33), 64, (5, 5), {"groups": 8, "padding": 2}),
     ((2, 48, 19, 17), 48, (7, 1), {"groups": 2, "stride": (1, 2), "padding": (3, 0)}),
