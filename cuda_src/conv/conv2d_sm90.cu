@@ -132,8 +132,8 @@ auto with_tile(const Conv2dWgmma &p, F f) {
 }
 
 // Calls with groups have kernels of their own, and so few tiles, which are of one group along the columns (dweight: the
-// rows). NCHW has OneColumnTile, and groups of 64 take DeepTile else.
-template <Conv2dGemm::Pass kPass, class F>
+// rows). NCHW has OneColumnTile, and groups of 64 take DeepTile else; TF32 has no tiles with the channels first.
+template <Conv2dGemm::Pass kPass, typename T, class F>
 auto with_tile_of_group(const Conv2dWgmma &p, F f) {
   const bool pairs = p.group_boxes % 2 == 0;
   if constexpr (kPass == Conv2dGemm::dweight) {
@@ -141,6 +141,8 @@ auto with_tile_of_group(const Conv2dWgmma &p, F f) {
       return with_fastest<kPass>(p, f, Type<DweightTriple>(), Type<DweightTripleRows>(), more...);
     };
     return pairs ? with(Type<DweightSix>()) : with();
+  } else if constexpr (sizeof(T) == 4) {
+    return pairs ? with_fastest<kPass>(p, f, Type<OneColumnTile>(), Type<SquareTile>()) : f(Type<OneColumnTile>());
   } else {
     auto with = [&](auto... more) {
       return with_fastest<kPass>(p, f, Type<OneColumnTile>(), Type<DeepTile>(), more...);
@@ -179,7 +181,7 @@ int count_slices(const Conv2dWgmma &p, int most) {
 }
 
 int slices_of_groups(const Conv2dWgmma &p, int most) {
-  return with_tile_of_group<Conv2dGemm::dweight>(
+  return with_tile_of_group<Conv2dGemm::dweight, __nv_bfloat16>(
       p, [&](auto type) { return count_slices<typename decltype(type)::type, Conv2dGemm::dweight>(p, most); });
 }
 
@@ -301,7 +303,7 @@ Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
 
 template <Conv2dGemm::Pass kPass, typename T>
 Status run_groups(LaunchSequence &launch, const Conv2dWgmma &p) {
-  return with_tile_of_group<kPass>(p, [&](auto type) {
+  return with_tile_of_group<kPass, T>(p, [&](auto type) {
     using Tile = typename decltype(type)::type;
     if constexpr (sizeof(T) == 4 && (kPass == Conv2dGemm::dweight || Tile::kSwapped)) return kOk;  // not supported
     else return launch_wgmma<T, kPass, TileOfGroup<Tile>>(launch, p);
