@@ -108,9 +108,11 @@ inline unsigned direct_grid(int64_t n) { return grid_size(ceil_div(n, kDirectBlo
 
 // --------------------------------------------------------------------------------------------------------------- dbias
 
-// partial[slice][out_channel]: a block sums one slice of the pixels for 32 output channels (NHWC) or one (NCHW).
+// partial[slice][out_channel]: a block sums one slice of the pixels for 32 output channels (NHWC) or one (NCHW). A
+// single slice is dbias.
 template <typename T>
-__global__ void __launch_bounds__(256) conv2d_dbias_kernel(Conv2dCall c, const T *dy, Accumulate<T> *partial) {
+__global__ void __launch_bounds__(256)
+    conv2d_dbias_kernel(Conv2dCall c, const T *dy, Accumulate<T> *partial, T *dbias) {
   using A = Accumulate<T>;
   __shared__ A sums[8][33];
   const int64_t pixels = c.pixels, length = (pixels + gridDim.y - 1) / gridDim.y;
@@ -136,7 +138,9 @@ __global__ void __launch_bounds__(256) conv2d_dbias_kernel(Conv2dCall c, const T
   __syncthreads();
   if (warp != 0 || output >= c.s.out_channels) return;
   for (int w = 1; w < 8; ++w) sum += sums[w][lane];
-  if (c.nhwc || lane == 0) partial[blockIdx.y * c.s.out_channels + output] = sum;
+  if (!c.nhwc && lane != 0) return;
+  if (gridDim.y == 1) dbias[output] = narrow<T>(sum);
+  else partial[blockIdx.y * c.s.out_channels + output] = sum;
 }
 
 // Adds the slices of dweight, (slices, out_channels, kernel, channels) with padded channels, and writes them in its own
@@ -260,6 +264,30 @@ Status pack_if(bool packed, bool nhwc, const T **tensor, T *to, Planes planes, i
   return *tensor = to, kOk;
 }
 
+// As dweight in TF32 takes them.
+template <typename T>
+Status copy_both_to_hwcn(const Conv2dCall &c, const T *dy, const T *x, T *dy_at, T *x_at, Conv2dGemm *dweight,
+                         LaunchSequence &launch) {
+  if constexpr (sizeof(T) == 4) {
+    dweight->a = dy_at, dweight->b = x_at;
+    AOT_TRY(copy_to_hwcn(launch, c.nhwc, dy, y_planes(c.s), dy_at));
+    return copy_to_hwcn(launch, c.nhwc, x, x_planes(c.s), x_at);
+  }
+  return kOk;
+}
+
+// The weight (groups, outputs, channels, kernel), in either layout, to the same with a group's outputs, padded,
+// innermost, as dx in TF32 takes it.
+template <typename T>
+Status transpose_weight(const Conv2dCall &c, int64_t padded, const T **weight, T *to, Conv2dGemm *dx,
+                        LaunchSequence &launch) {
+  const int64_t channels = c.s.channels / c.groups, outputs = c.s.out_channels / c.groups, kernel = c.s.kernel();
+  const int64_t n = channels * kernel;
+  AOT_TRY(transpose<T>({*weight, to, c.groups, outputs, n, n, padded, padded, c.groups}, launch));
+  dx->b_tap = c.nhwc ? channels * padded : padded, dx->b_row = c.nhwc ? padded : kernel * padded;
+  return *weight = to, kOk;
+}
+
 // An implicit GEMM of a call, of so many channels and outputs of a pixel; without tensors.
 Conv2dGemm gemm_of(const Conv2dParams &params, const Conv2dShape &s, DType dtype, int64_t channels,
                    int64_t out_channels) {
@@ -349,7 +377,11 @@ class ImplicitGemmCall {
     const bool dweight_sm90 =
         dweight && !dweight_planes && conv2d_sm90_takes(op(), &of_dweight, static_cast<int>(plan_.slices), whole);
     const bool hwcn = dweight_sm90 && of_dweight.hwcn, packs_x = dweight && !hwcn && !dweight_planes;
-    if (hwcn) AOT_TRY(copy_both_to_hwcn(dy, x, &of_dweight, &slices));
+    if (hwcn) {
+      T *dy_copy = reinterpret_cast<T *>(std::exchange(slices, slices + plan_.hwcn_y));
+      T *x_copy = reinterpret_cast<T *>(std::exchange(slices, slices + plan_.hwcn_x));
+      AOT_TRY(copy_both_to_hwcn(call_, dy, x, dy_copy, x_copy, &of_dweight, launch_));
+    }
 
     if (dx || packs_x) AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(call_.s), plan_.out_channels));
     auto pack_x = [&] { return pack_images(plan_.packed_x, &x, x_at, x_planes(call_.s), plan_.channels); };
@@ -359,7 +391,8 @@ class ImplicitGemmCall {
     if (packs_x && x_first) AOT_TRY(pack_x());
     if (dx) {
       const bool transposed = dx_sm90 && sizeof(T) == 4;
-      AOT_TRY(transposed ? transpose_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
+      AOT_TRY(transposed ? transpose_weight(call_, plan_.out_channels, &weight, weight_at, &of_dx, launch_)
+                         : pack_weight(&weight, weight_at));
       of_dx.a = dy, of_dx.b = weight;
       if (dx_planes) AOT_TRY(planes_dx(launch_, of_dx));
       else if (dx_sm90) AOT_TRY(conv2d_sm90(launch_, of_dx));
@@ -398,16 +431,6 @@ class ImplicitGemmCall {
     float *parts = take(words);
     *to = parts;
     return wanted ? split_images(launch_, call_.nhwc, from, planes, parts) : kOk;
-  }
-  // As dweight in TF32 takes them, to the workspace from *next on.
-  Status copy_both_to_hwcn(const T *dy, const T *x, Conv2dGemm *dweight, float **next) {
-    if constexpr (sizeof(T) == 4) {
-      float *dy_at = std::exchange(*next, *next + plan_.hwcn_y), *x_at = std::exchange(*next, *next + plan_.hwcn_x);
-      dweight->a = dy_at, dweight->b = x_at;
-      AOT_TRY(copy_to_hwcn(launch_, call_.nhwc, dy, y_planes(call_.s), dy_at));
-      return copy_to_hwcn(launch_, call_.nhwc, x, x_planes(call_.s), x_at);
-    }
-    return kOk;
   }
 
   Planes weight_planes() const { return {call_.s.out_channels, call_.s.channels, call_.s.kernel()}; }
@@ -476,15 +499,6 @@ class ImplicitGemmCall {
   Status pack_weight(const T **weight, T *to) {
     return pack_if(plan_.packed, call_.nhwc, weight, to, {call_.s.out_channels, call_.s.channels, call_.s.kernel()},
                    plan_.out_channels, plan_.channels, launch_);
-  }
-  // (out_channels, channels, kernel), in either layout, to the same with out_channels innermost.
-  Status transpose_weight(const T **weight, T *to, Conv2dGemm *dx) {
-    const int64_t out_channels = plan_.out_channels, channels = call_.s.channels, kernel = call_.s.kernel();
-    const int64_t n = channels * kernel;
-    AOT_TRY(transpose<T>({*weight, to, 1, call_.s.out_channels, n, n, out_channels, out_channels, 1}, launch_));
-    dx->b_tap = call_.nhwc ? channels * out_channels : out_channels,
-    dx->b_row = call_.nhwc ? out_channels : kernel * out_channels;
-    return *weight = to, kOk;
   }
   Status run_cutlass(const Conv2dGemm &p) {
     return (sizeof(T) == 2 ? conv2d_cutlass_16 : conv2d_cutlass_32)(op(), p, launch_.stream());
@@ -765,7 +779,8 @@ class GroupedGemmCall {
 
     // Packing comes first, so that dweight's kernel may overlap dx's.
     if (takes_dweight && of_dweight.hwcn) {
-      AOT_TRY(copy_both_to_hwcn(dy, x, &of_dweight));
+      T *dy_copy = take(plan_.hwcn_y), *x_copy = take(plan_.hwcn_x);
+      AOT_TRY(copy_both_to_hwcn(call_, dy, x, dy_copy, x_copy, &of_dweight, launch_));
       if (takes_dx) AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(call_.s), dy_at));
     } else {
       AOT_TRY(pack_images(plan_.packed_y, &dy, y_planes(call_.s), dy_at));
@@ -773,7 +788,9 @@ class GroupedGemmCall {
       of_dweight.a = dy, of_dweight.b = x;
     }
     if (takes_dx)
-      AOT_TRY(sizeof(T) == 4 ? transpose_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
+      AOT_TRY(sizeof(T) == 4
+                  ? transpose_weight(call_, call_.s.out_channels / call_.groups, &weight, weight_at, &of_dx, launch_)
+                  : pack_weight(&weight, weight_at));
     of_dx.a = dy, of_dx.b = weight;
     if (takes_dx && !apart) AOT_TRY(conv2d_sm90(launch_, of_dx));
     if (takes_dweight) {
@@ -799,23 +816,6 @@ class GroupedGemmCall {
   T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
   Status pack_images(bool packed, const T **images, Planes planes, T *to) {
     return pack_if(packed, call_.nhwc, images, to, planes, planes.images, planes.channels, launch_);
-  }
-  Status copy_both_to_hwcn(const T *dy, const T *x, Conv2dGemm *dweight) {
-    if constexpr (sizeof(T) == 4) {
-      T *dy_at = take(plan_.hwcn_y), *x_at = take(plan_.hwcn_x);
-      dweight->a = dy_at, dweight->b = x_at;
-      AOT_TRY(copy_to_hwcn(launch_, call_.nhwc, dy, y_planes(call_.s), dy_at));
-      return copy_to_hwcn(launch_, call_.nhwc, x, x_planes(call_.s), x_at);
-    }
-    return kOk;
-  }
-  // (groups, outputs, channels, kernel), in either layout, to the same with the outputs innermost.
-  Status transpose_weight(const T **weight, T *to, Conv2dGemm *dx) {
-    const int64_t channels = call_.s.channels / call_.groups, outputs = call_.s.out_channels / call_.groups;
-    const int64_t kernel = call_.s.kernel(), n = channels * kernel;
-    AOT_TRY(transpose<T>({*weight, to, call_.groups, outputs, n, n, outputs, outputs, call_.groups}, launch_));
-    dx->b_tap = call_.nhwc ? channels * outputs : outputs, dx->b_row = call_.nhwc ? outputs : kernel * outputs;
-    return *weight = to, kOk;
   }
   Status pack_weight(const T **weight, T *to) {
     const Planes planes = {call_.s.out_channels, call_.s.channels / call_.groups, call_.s.kernel()};
@@ -851,8 +851,9 @@ Status direct_dbias(const Conv2dCall &c, const T *dy, Accumulate<T> *partial, T 
   const int64_t wanted = ceil_div(c.pixels, c.nhwc ? 64 : 2048);
   const auto slices = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, Conv2dAttrs::kSlices));
   const dim3 grid(static_cast<unsigned>(c.nhwc ? ceil_div(c.s.out_channels, 32) : c.s.out_channels), slices);
-  conv2d_dbias_kernel<<<grid, 256, 0, stream>>>(c, dy, partial);
+  conv2d_dbias_kernel<<<grid, 256, 0, stream>>>(c, dy, partial, dbias);
   AOT_TRY(check_launch(Conv2dBackward::name));
+  if (slices == 1) return kOk;
   return sum_slices<double>(Conv2dBackward::name, partial, slices, dbias, c.s.out_channels, stream);
 }
 
