@@ -81,12 +81,13 @@ def gradients_of_statistics(m, g, dmean, dvar, x, weight, mean, var, eps, axis):
 
 
 def _gradients(m, g, dmean, dvar, x, var, weight, eps, axis):
-    """dx, dweight, dbias. x: centred; var: with x's axes."""
+    """dx, dweight, dbias. x: centred; var: with x's axes. Elements are multiplied by rstd once: a compiler fuses
+    expressions of a limited length."""
     rstd, terms = m.rsqrt(var + eps), _terms(x, axis)
-    normed = x * rstd
-    dweight, dbias = m.sum(g * normed, _others(x, axis)), m.sum(g, _others(x, axis))
+    dweight = m.sum(g * x, _others(x, axis)) * m.reshape(rstd, (x.shape[axis],))
+    dbias = m.sum(g, _others(x, axis))
     scale = rstd if weight is None else rstd * _spread(m, m.wide(weight), x, axis)
-    dx = scale * (g - _spread(m, dbias, x, axis) / terms - normed * (_spread(m, dweight, x, axis) / terms))
+    dx = scale * (g - _spread(m, dbias, x, axis) / terms - x * (rstd * _spread(m, dweight, x, axis) / terms))
     dx = dx if dmean is None else dx + _spread(m, dmean, x, axis) / terms
     dx = dx if dvar is None else dx + _spread(m, dvar, x, axis) * x * 2 / terms
     return dx, dweight, dbias
