@@ -162,7 +162,7 @@ def measure(name: str, impl: str, tiny: bool, turns: Turns) -> Row:
             row["losses"] = [round(float(each), 4) for each in losses[: PREPARED + WARM_UP]]
             if clock.cuda:
                 found = kernels.profile(lambda: [step() for _ in range(PROFILED)], PROFILED)
-                row["kernels"] = {"total_ms": found["total_ms"], "top": found["top"][:LISTED]}
+                row["kernels"] = {key: found[key] for key in ("busy_ms", "total_ms")} | {"top": found["top"][:LISTED]}
     return row
 
 
@@ -193,7 +193,7 @@ def of_process(name: str, impl: str, args: argparse.Namespace, folder: Path) -> 
 
 
 def line(row: Row) -> str:
-    of_kernels, peak, losses = row.get("kernels", {}).get("total_ms", 0), row["peak_gib"] or 0, row["losses"]
+    of_kernels, peak, losses = row.get("kernels", {}).get("busy_ms", 0), row["peak_gib"] or 0, row["losses"]
     times = f"{row['ms']:8.2f} ms  kernels {of_kernels:7.2f}  host {row['host_ms']:7.2f}  {peak:6.2f} GiB"
     return f"{row['network']:9} {row['impl']:14} {times}  loss {losses[0]} to {losses[-1]}"
 
@@ -215,15 +215,15 @@ def page(text: str) -> str:
 def table(record: dict[str, Any]) -> str:
     found = {(row["network"], row["impl"]): row for row in record["rows"]}
     lines = [
-        "ms of a step, ms of its kernels, GiB at the peak; the last column is `aotops.compile` over `torch.compile`.",
-        "An empty cell was not measured.",
+        "ms of a step, ms in which its kernels run, GiB at the peak; the last column is `aotops.compile` over",
+        "`torch.compile`. An empty cell was not measured.",
         "",
         f"| network | images | {' | '.join(f'`{impl}`' for impl in IMPLS)} | compiled |",
         "|---|" + "--:|" * (len(IMPLS) + 2),
     ]
     for name, network in NETWORKS.items():
         rows = [found.get((name, impl)) for impl in IMPLS]
-        cells = [[row["ms"], row["kernels"]["total_ms"], row["peak_gib"]] if row else [] for row in rows]
+        cells = [[row["ms"], row["kernels"]["busy_ms"], row["peak_gib"]] if row else [] for row in rows]
         ratios = [f"{ours / theirs:.2f}" for theirs, ours in zip(*cells[2:], strict=False)]
         texts = [", ".join(f"{number:.1f}" for number in cell) for cell in cells] + [", ".join(ratios)]
         if any(texts):

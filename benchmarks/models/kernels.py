@@ -26,18 +26,32 @@ def class_of(kernel: str) -> str:
 
 
 def profile(steps: Callable[[], Any], count: int) -> dict[str, Any]:
-    """Milliseconds of a step, in all, by class, and of the kernels that take the most, with their number."""
+    """Milliseconds of a step: those in which a kernel runs, the kernels' own in all and by class, and of the kernels
+    that take the most, with their number. A kernel that is started before the one before it has ended waits within its
+    own time, so the sum of these may be longer than the step."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         steps()
         torch.cuda.synchronize()
+    on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in on_gpu)
     found = [(event.key, event.self_device_time_total / 1e3, event.count) for event in profiler.key_averages()]
     found = sorted((row for row in found if row[1] > 0), key=lambda row: -row[1])
     classes = dict.fromkeys(CLASSES, 0.0)
     for name, ms, _ in found:
         classes[class_of(name)] += ms / count
     return {
+        "busy_ms": round(covered(spans) / 1e3 / count, 3),
         "total_ms": round(sum(classes.values()), 3),
         "classes_ms": {name: round(ms, 3) for name, ms in classes.items()},
         "top": [[name[:160], round(ms / count, 4), round(n / count, 2)] for name, ms, n in found[:LISTED]],
     }
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of what these spans, in the order of their starts, cover together."""
+    length, reached = 0.0, float("-inf")
+    for start, end in spans:
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length

@@ -190,13 +190,17 @@ def test_the_page_has_the_table_of_the_record(tmp_path, monkeypatch):
     monkeypatch.setattr(networks, "RESULTS", tmp_path / "record.json")
     empty = networks.page(text)
     assert "<!-- networks: steps -->\n<!-- end -->" in empty
-    figures = {"ms": 30.0, "kernels": {"total_ms": 20.0}, "peak_gib": 2.5}
+    figures = {"ms": 30.0, "kernels": {"busy_ms": 20.0}, "peak_gib": 2.5}
     rows = [{"network": "swin", "impl": "torch.compile"} | figures]
     rows.append({"network": "swin", "impl": "aotops.compile"} | figures | {"ms": 15.0})
     record = {"device": "a GPU", "date": "then", "versions": {"torch": "2"}, "rows": rows}
     networks.RESULTS.write_text(json.dumps(record))
     line = "| Swin-T | 64 |  |  | 30.0, 20.0, 2.5 | 15.0, 20.0, 2.5 | 0.50, 1.00, 1.00 |"
     assert f"\n{line}\n\na GPU, torch 2, then.\n<!-- end -->" in networks.page(text)
+
+
+def test_time_in_which_two_kernels_run_counts_once():
+    assert networks.kernels.covered([(0.0, 2.0), (1.0, 3.0), (1.0, 1.5), (5.0, 6.0)]) == 4.0
 
 
 def test_the_record_is_whole():
