@@ -423,8 +423,7 @@ struct Conv2dParams {
     if (groups != 1 || s.channels <= kMaxFewChannels || s.channels >= kBox) return false;
     if (s.out_channels > (narrow ? 192 : 32)) return false;
     if (pass == Depthwise::dweight) return !strided && (narrow || nhwc());
-    return pass == Depthwise::y || !strided ||
-           (std::max(s.kernel_h, s.kernel_w) <= kMostKernel && s.channels % 8 == 0);
+    return pass == Depthwise::y || !strided || (std::max(s.kernel_h, s.kernel_w) <= kMostKernel && s.channels % 8 == 0);
   }
 
   // Pairs of channels are together in a word, or read and written together, images have 31 bits of elements, and a
