@@ -71,20 +71,22 @@ def _scaled(m, x, mean, var, weight, bias, eps, axis):
 def gradients(m, g, dmean, dvar, x, weight, eps, axis):
     """dx, dweight, dbias."""
     centred = x - _mean(m, x, axis)
-    return _gradients(m, g, dmean, dvar, centred, _mean(m, centred * centred, axis), weight, eps, axis)
+    rstd = m.rsqrt(_mean(m, centred * centred, axis) + eps)
+    dweight = m.sum(g * (centred * rstd), _others(x, axis))
+    return _gradients(m, g, dmean, dvar, centred, rstd, dweight, weight, axis)
 
 
 def gradients_of_statistics(m, g, dmean, dvar, x, weight, mean, var, eps, axis):
-    """``gradients``, of the forward's mean and var."""
-    centred, var = x - _spread(m, mean, x, axis), _spread(m, var, x, axis)
-    return _gradients(m, g, dmean, dvar, centred, var, weight, eps, axis)
+    """``gradients``, of the forward's mean and var, for a compiler, which fuses expressions of a limited length:
+    elements are multiplied by rstd once. x has elements: of none, dweight with an eps of 0 would be 0 * infinity."""
+    centred, rstd = x - _spread(m, mean, x, axis), m.rsqrt(_spread(m, var, x, axis) + eps)
+    dweight = m.sum(g * centred, _others(x, axis)) * m.reshape(rstd, (x.shape[axis],))
+    return _gradients(m, g, dmean, dvar, centred, rstd, dweight, weight, axis)
 
 
-def _gradients(m, g, dmean, dvar, x, var, weight, eps, axis):
-    """dx, dweight, dbias. x: centred; var: with x's axes. Elements are multiplied by rstd once: a compiler fuses
-    expressions of a limited length."""
-    rstd, terms = m.rsqrt(var + eps), _terms(x, axis)
-    dweight = m.sum(g * x, _others(x, axis)) * m.reshape(rstd, (x.shape[axis],))
+def _gradients(m, g, dmean, dvar, x, rstd, dweight, weight, axis):
+    """dx, dweight, dbias. x: centred; rstd: with x's axes."""
+    terms = _terms(x, axis)
     dbias = m.sum(g, _others(x, axis))
     scale = rstd if weight is None else rstd * _spread(m, m.wide(weight), x, axis)
     dx = scale * (g - _spread(m, dbias, x, axis) / terms - x * (rstd * _spread(m, dweight, x, axis) / terms))

@@ -218,6 +218,9 @@ def test_without_an_epsilon():
     weight = torch.ones(5, dtype=x.dtype, requires_grad=True)
     (dweight,) = torch.autograd.grad(aotops.batch_norm(x[:0], weight, eps=0.0)[0].sum(), weight)
     assert torch.equal(dweight, torch.zeros_like(weight))
+    gradient = torch.func.grad(lambda w: aotops.batch_norm(x[:0], w, eps=0.0)[0].sum())
+    for each in torch.func.jvp(gradient, (weight.detach(),), (weight.detach(),)):
+        assert torch.equal(each, torch.zeros_like(weight))
 
 
 def test_parameters_in_float32_beside_16_bits():
