@@ -416,7 +416,8 @@ struct Conv2dParams {
   }
 
   // Whether a pass without groups is one of a single group: of fewer channels than the implicit GEMM's boxes have
-  // (docs/lab_notes.md). With a stride dx is slower of large kernels, and dweight of any.
+  // (docs/lab_notes.md). With a stride dx is slower of large kernels, and dweight of any; more outputs are slower in 32
+  // bits, and were not measured in 16.
   bool is_one_group(const Conv2dShape &s, DType dtype, Depthwise::Pass pass) const {
     constexpr int64_t kBox = 32, kMostKernel = 3;
     const bool narrow = itemsize(dtype) == 2, strided = stride.value[0] > 1 || stride.value[1] > 1;

@@ -23,7 +23,7 @@ struct Shapes {
     const int64_t step = draw(0, 3) ? 2 : 8, most = step == 2 ? 32 : 20;
     int64_t in = step * draw(1, most), out = draw(0, 1) ? in : step * draw(1, most);
     if (draw(0, 19) == 0) in = 8 * draw(20, 510), out = 8;  // many chunks
-    const bool one = draw(0, 7) == 0;  // call without groups, of so few channels that it is one of them
+    const bool one = draw(0, 7) == 0;  // a call without groups, of so few channels that it is one of them
     if (one) in = draw(9, 31);
     params = {}, params.groups = one ? 1 : draw(2, 2000 / (in + out) + 2), params.layout = static_cast<int>(draw(0, 1));
     int64_t size[2], kernel[2], result[2];
