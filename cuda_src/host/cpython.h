@@ -14,6 +14,8 @@ extern "C" const char *aot_last_error();
 WEAK void PyErr_SetString(void *exception, const char *text);
 WEAK void *PyErr_Occurred();
 WEAK void PyErr_Clear();
+WEAK void PyErr_Fetch(void **type, void **value, void **traceback);
+WEAK void PyErr_Restore(void *type, void *value, void *traceback);
 WEAK void *PyEval_SaveThread();
 WEAK void PyEval_RestoreThread(void *state);
 WEAK void Py_IncRef(void *object);

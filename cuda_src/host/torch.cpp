@@ -102,6 +102,7 @@ struct Public {
   void *bind;             // takes the attributes; returns a capsule of the Differentiable, or None: the fallback runs
   void *bound;            // a dict of what it returned, by attributes
   void *last_attrs, *last;  // of the last call: a tuple of the attributes, which are immutable, and the capsule; owned
+  void *record;             // takes the tensors; returns a context manager, a profile's event
   void *fallback;           // takes the arguments of a call that is not plain, or that is refused
 };
 
@@ -621,9 +622,37 @@ bool is_plain_call(bool autocast, void *const *inputs, int n) {
   return true;
 }
 
+// The plain call, without an event.
+void *run_differentiable(const Differentiable &d, void *const *inputs, int n, bool gradient) {
+  return gradient ? PyObject_VectorcallDict(d.apply, inputs, n, nullptr)
+                  : run_function(*d.function, nullptr, inputs, n);
+}
+
+// The same call as an event of a profile, so that a profile is of what runs without one.
+void *run_recorded(const Public &p, const Differentiable &d, void *const *inputs, bool gradient) {
+  static void *const enter = PyUnicode_InternFromString("__enter__"), *const leave =
+                                                                          PyUnicode_InternFromString("__exit__");
+  void *given[kMaxSlots];
+  const auto n = static_cast<int>(
+      std::copy_if(inputs, inputs + p.n_inputs, given, [](void *t) { return t != python.none; }) - given);
+  Ref shown = tuple_of(given, n);
+  if (!shown) return nullptr;
+  void *arguments[] = {shown, nullptr, nullptr, nullptr};
+  Ref event = PyObject_VectorcallDict(p.record, arguments, 1, nullptr);
+  arguments[0] = event;
+  if (!event || !Ref(PyObject_VectorcallMethod(enter, arguments, 1, nullptr))) return nullptr;
+  Ref result = run_differentiable(d, inputs, p.n_inputs, gradient);
+  void *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  std::fill_n(arguments + 1, 3, python.none);
+  Ref left = PyObject_VectorcallMethod(leave, arguments, 4, nullptr);
+  if (!left) return nullptr;
+  PyErr_Restore(type, value, traceback);
+  return result.release();
+}
+
 // Null: Python's error is set, or, where it is not, the fallback must run.
 void *run_arguments(Public &p, void **arguments) {
-  if (gate.records_calls()) return nullptr;
   Ref cast;
   if (!is_plain_call(!p.cast, arguments, p.n_inputs)) {
     if (!p.cast || !is_plain_call(true, arguments, p.n_inputs)) return nullptr;
@@ -643,21 +672,14 @@ void *run_arguments(Public &p, void **arguments) {
   if (!channels_last && !copy_strided(p, *d->function->call, arguments, copies)) return nullptr;
   int gradient = wants_gradient(p, arguments);
   if (gradient < 0) return nullptr;
-  if (gradient) return PyObject_VectorcallDict(d->apply, arguments, p.n_inputs, nullptr);
-  return run_function(*d->function, nullptr, arguments, p.n_inputs);
+  if (gate.records_calls()) return run_recorded(p, *d, arguments, gradient);
+  return run_differentiable(*d, arguments, p.n_inputs, gradient);
 }
 
 // As run_arguments.
 void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
   void *arguments[2 * kMaxSlots];
   return sort_arguments(p, given, count, names, arguments) ? run_arguments(p, arguments) : nullptr;
-}
-
-// Python's call of the function, on arguments as run_arguments takes them.
-void *run_fallback(const Public &p, void *const *arguments) {
-  void *given[2 * kMaxSlots];
-  for (int i = 0; i < p.n_parameters; ++i) given[i] = arguments[p.position[i]];
-  return PyObject_VectorcallDict(p.fallback, given, p.n_parameters, nullptr);
 }
 
 // The size of a tensor's last axis as Python's int. Null: Python's error is set.
@@ -799,9 +821,6 @@ void *run_module(Module &m, void *self, void *given, void *second) {
   void *arguments[2 * kMaxSlots];
   Refs kept;
   if (module_arguments(m, self, given, second, arguments, kept)) {
-    // what is recorded is what runs otherwise: a checkpoint may compute a forward again with a profiler on
-    if (gate.records_calls() && is_plain_call(true, arguments, m.function->n_inputs))
-      return run_fallback(*m.function, arguments);
     if (void *result = run_arguments(*m.function, arguments)) return result;
     if (!must_fall_back()) return nullptr;
   }
@@ -932,7 +951,7 @@ AOT_API int aot_torch_install_call(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 17" +
+      "version 18" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -944,7 +963,7 @@ AOT_API const char *aot_torch_structs() {
       AOT_DESCRIBE(Differentiable, function, apply, last_use) + AOT_DESCRIBE(Compiled, function, fallback) +
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
-                   constants, most_bound, clock, bind, bound, last_attrs, last, fallback) +
+                   constants, most_bound, clock, bind, bound, last_attrs, last, record, fallback) +
       AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, device,
                    elements, rows, product_bits, uneven_weight, fewest_rows, held_name, held, last_size, last_int) +
       AOT_DESCRIBE(ModuleCall, module, original, ways, forward, replaced, hooks);

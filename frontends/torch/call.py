@@ -37,7 +37,7 @@ _METH_KEYWORDS = 0x02
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those of structs.py. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 17, structs.ALL)
+    call.check_structs("aot_torch_structs", 18, structs.ALL)
     return call.lib()
 
 
@@ -262,7 +262,8 @@ def _public_handle(
     kinds = (ATTRIBUTE_TYPES[op.attrs[name].removesuffix("?")] for name in op.public_attrs)
     made.kinds = "".join(kind.key for kind in kinds).encode()
     made.copies = b"n" if images else b"e" if op.elementwise else b"a"
-    made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
+    record = partial(private.RecordFunction, f"{op.library.name}::{op.name}")
+    made.bind, made.bound, made.record, made.fallback = id(bind), id(bound), id(record), id(fallback)
     made.cast = None if cast is None else id(cast)
     last = None
     if images and bind_last:
@@ -272,7 +273,7 @@ def _public_handle(
         made.layout, made.most_axes = positions[images.attr], images.most_axes
         made.first_layout, made.last_layout = id(images.second), id(images.last)
         made.channels_last = pointer_of(last)
-    return struct_capsule(made, names, defaults, bound, bind, fallback, cast, images, last)
+    return struct_capsule(made, names, defaults, bound, bind, record, fallback, cast, images, last)
 
 
 def install_vectorcall(function: Callable[..., Any], builtin: Any) -> None:

@@ -61,7 +61,7 @@ class Public(Structure):
         ("layout", c_int), ("most_axes", c_int), ("first_layout", c_void_p), ("last_layout", c_void_p),
         ("copies", c_char), ("channels_last", c_void_p), ("cast", c_void_p), ("constants", c_uint64),
         ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p),
-        ("last_attrs", c_void_p), ("last", c_void_p), ("fallback", c_void_p),
+        ("last_attrs", c_void_p), ("last", c_void_p), ("record", c_void_p), ("fallback", c_void_p),
     ]  # fmt: skip
 
 

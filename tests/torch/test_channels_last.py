@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -125,12 +127,15 @@ def test_any_gradient_is_taken(where, case, layout):
 
 
 @plain_calls
+@pytest.mark.parametrize("profiled", [False, True])
 @ON
 @EACH
-def test_one_node_is_recorded(where, case):
+def test_one_node_is_recorded(where, case, profiled):
+    """In a profile too, which is of what runs without it."""
     function, inputs = inputs_of(case, where)
     leaves = [None if t is None else t.requires_grad_() for t in inputs]
-    results = function(*leaves, False)
+    with torch.profiler.profile() if profiled else contextlib.nullcontext():
+        results = function(*leaves, False)
     y = results[0] if isinstance(results, tuple) else results
     assert y.is_contiguous(memory_format=torch.channels_last)
     nodes = [node for node, _ in y.grad_fn.next_functions if node is not None]
