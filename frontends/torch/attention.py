@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import functional as F
+from . import packed_heads
 from .tensors import is_compiling, is_plain
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -48,7 +49,8 @@ def scaled_dot_product_attention(
 
     Returns:
         (..., heads, L, size of value), of query's dtype. A query that sees no key has a result of 0, as it has from
-        torch's functions on a CPU and in C++. Where query is a transposed (..., L, heads, E), the result is too.
+        torch's functions on a CPU and in C++. Where query is a transposed (..., L, heads, E), or a part of one, the
+        result is a transposed one too. Parts of one packed projection are read where they are.
 
     Raises:
         RuntimeError, ValueError, TypeError: those of torch's function, which is what such a call is given to.
@@ -72,17 +74,21 @@ def _attend(
     scale: float | None,
     dropout_p: float,
 ) -> Tensor:
-    options: dict[str, Any] = {"scale": scale, "layout": "BHSD", **_masking(attn_mask), **_dropping(query, dropout_p)}
+    window = (-1, -1)
     if is_causal:
         queries = query.shape[-2]
         if key.shape[-2] > queries:  # no query sees a later key
             key, value = key[..., :queries, :], value[..., :queries, :]
-        options["window"] = (-1, queries - key.shape[-2])  # the operator places the last query beside the last key
-    moved = None if query.is_contiguous() else query.transpose(-3, -2)
-    if moved is None or not moved.is_contiguous():
-        return F.attention(query, key, value, **options)
-    options["layout"] = "BSHD"  # as a projection leaves them: nothing is copied
-    return F.attention(moved, key.transpose(-3, -2), value.transpose(-3, -2), **options).transpose(-3, -2)
+        window = (-1, queries - key.shape[-2])  # the operator places the last query beside the last key
+    if attn_mask is None and dropout_p == 0:
+        y = packed_heads.attention(query, key, value, scale, window)
+        if y is not None:
+            return y
+    options = {"scale": scale, "window": window, **_masking(attn_mask), **_dropping(query, dropout_p)}
+    if query.is_contiguous() or query.stride(-3) > query.stride(-2):
+        return F.attention(query, key, value, layout="BHSD", **options)
+    moved = (x.transpose(-3, -2) for x in (query, key, value))  # as a projection leaves them
+    return F.attention(*moved, layout="BSHD", **options).transpose(-3, -2)
 
 
 def _masking(attn_mask: Tensor | None) -> dict[str, Any]:

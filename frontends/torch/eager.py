@@ -46,7 +46,7 @@ class Eager:
         members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(builtins.backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
         self.run = builtins.run
-        self.apply = _apply_of(function)
+        self.apply = apply_of(function)
         self.differentiable = call.differentiable(builtins, self.apply)
 
     def __call__(self, *inputs: Tensor | None):
@@ -69,7 +69,7 @@ def _specs_of_outputs(op: Op, attrs: tuple[Attr, ...], saved: dict[str, Tensor])
     return [((), torch.float32) if t is None else (t.shape, t.dtype) for t in like]
 
 
-def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The function's ``apply``, for plain calls: without torch's Python wrapper, which is for torch.func and takes 2 to
     3 us, and of a class that has all members itself, which are looked up in each call: 0.2 us less."""
     base = private.FunctionBase

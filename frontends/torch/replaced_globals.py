@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import functional as F
+from . import packed_heads
 from .bytecode import global_of
 from .known_rotations import is_partial, is_rotation
 
@@ -185,8 +186,12 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return theirs(module, query, key, value, attention_mask, **options, **kwargs)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = (-1, 0 if is_causal else -1)
+    y = packed_heads.attention(query, key, value, scaling, window)
+    if y is not None:
+        return y.transpose(1, 2), None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    return F.attention(q, k, v, causal=bool(is_causal), scale=scaling), None
+    return F.attention(q, k, v, window=window, scale=scaling), None
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
