@@ -622,13 +622,13 @@ bool is_plain_call(bool autocast, void *const *inputs, int n) {
   return true;
 }
 
-// The plain call, without an event.
+// Runs a plain call.
 void *run_differentiable(const Differentiable &d, void *const *inputs, int n, bool gradient) {
   return gradient ? PyObject_VectorcallDict(d.apply, inputs, n, nullptr)
                   : run_function(*d.function, nullptr, inputs, n);
 }
 
-// The same call as an event of a profile, so that a profile is of what runs without one.
+// Runs it as an event of a profile, which is of what runs without one.
 void *run_recorded(const Public &p, const Differentiable &d, void *const *inputs, bool gradient) {
   static void *const enter = PyUnicode_InternFromString("__enter__"), *const leave =
                                                                           PyUnicode_InternFromString("__exit__");
@@ -642,13 +642,12 @@ void *run_recorded(const Public &p, const Differentiable &d, void *const *inputs
   arguments[0] = event;
   if (!event || !Ref(PyObject_VectorcallMethod(enter, arguments, 1, nullptr))) return nullptr;
   Ref result = run_differentiable(d, inputs, p.n_inputs, gradient);
-  void *type, *value, *traceback;
+  void *type, *value, *traceback;  // null where there is a result
   PyErr_Fetch(&type, &value, &traceback);
   std::fill_n(arguments + 1, 3, python.none);
   Ref left = PyObject_VectorcallMethod(leave, arguments, 4, nullptr);
-  if (!left) return nullptr;
-  PyErr_Restore(type, value, traceback);
-  return result.release();
+  if (!result) PyErr_Restore(type, value, traceback);
+  return left ? result.release() : nullptr;
 }
 
 // Null: Python's error is set, or, where it is not, the fallback must run.

@@ -57,7 +57,7 @@ def _is_cast(x: Tensor) -> bool:
 
 
 def _strides(rows: Sequence[int], row: int) -> list[int]:
-    """Those of axes of rows, each of so many elements."""
+    """The strides of axes of rows, where a row has so many elements."""
     return [row * prod(rows[i + 1 :]) for i in range(len(rows))]
 
 
@@ -79,7 +79,7 @@ class _Bound(NamedTuple):
 
 
 class _Gradient(NamedTuple):
-    """What the backward of the packed operator asks its context."""
+    """A context as the backward of the packed operator reads it."""
 
     saved_tensors: Tensors
     needs_input_grad: tuple[bool, ...] = (True, False)

@@ -85,7 +85,7 @@ def test_parts_have_the_bits_of_their_copies(calls, form, options, dtype, where)
 
 @pytest.mark.parametrize("form", ["unbound", "split, heads in groups"])
 def test_derivatives_are_torchs(calls, form):
-    """Of the gradients too, which are of the parts."""
+    """The gradients have derivatives too, those of the parts."""
     qkv = projection(form, "cpu", torch.float64)
     found = []
     for function in (ours.scaled_dot_product_attention, F.scaled_dot_product_attention):
