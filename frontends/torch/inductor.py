@@ -33,7 +33,7 @@ from aotops.op import Op
 
 from ..imports import after_import
 from ..torch_schema import splitter
-from . import compiled, contiguous, laid_out, padding, private, recomputed, reductions, views
+from . import compiled, contiguous, laid_out, last_relu, padding, private, recomputed, reductions, views
 from .images import images_of
 from .mathematics import Mathematics, all_narrow
 from .tensors import packed
@@ -249,10 +249,10 @@ def _register_passes(operators: Sequence[Operator]) -> None:
         for one in operators:
             if images_of(one.forward) is not None:
                 on_each(passes.pass_patterns[-1], one.overload, laid_out.set_free)
-        pairs = [(op, op.backward) for op in overloads if op.elementwise and op.backward is not None]
-        names = {str(overloads[op]): str(overloads[backward]) for op, backward in pairs if backward in overloads}
-        for last in recomputed.LAST if names else ():
-            on_each(passes.pass_patterns[-1], last, recomputed.mark, partial(recomputed.costs_a_write, names))
+        if private.CheckpointPolicy is not None:
+            on_each_last = partial(on_each, passes.pass_patterns[-1])
+            recomputed.register(overloads, on_each_last)
+            last_relu.register({overloads[op] for op in overloads if images_of(op) is not None}, on_each_last)
     except Exception as error:
         warnings.warn(f"aotops: Inductor {torch.__version__} took no passes: {error!r}", stacklevel=2)
 

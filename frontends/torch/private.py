@@ -139,6 +139,13 @@ will_run = _required("_C._will_engine_execute_node")
 disable_dynamo = _required("_disable_dynamo")  # it imports Dynamo at the first call
 queue_callback = _required("autograd.Variable._execution_engine.queue_callback")
 
+# ---------------------------------------------------------------------------------------------- the partition of graphs
+
+CheckpointPolicy = optional_of("torch.utils.checkpoint", "CheckpointPolicy", "Inductor alone chooses what is kept")
+"""From torch 2.5 on."""
+POLICY = "recompute"
+"""In the meta of a node: its policy."""
+
 # ------------------------------------------------------------------------------- modules that are imported when needed
 
 LOWERING, DECOMPOSITION, IR = "torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.ir"

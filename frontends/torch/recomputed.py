@@ -10,34 +10,45 @@ Tables are what must not be computed again: of cosines, Inductor would for each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils.checkpoint import CheckpointPolicy
 
-from . import views
+from aotops.op import Op
+
+from . import private, views
 
 _aten = torch.ops.aten
 LAST = (_aten.mul.Tensor, torch.ops.prims.convert_element_type.default)
 """The last steps of what such operators are decomposed to, in 32 bits and in 16."""
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.permute.default, _aten.t.default}
-_POLICY = "recompute"
-"""In the meta of a node: what a checkpoint says of it."""
+
+
+def register(overloads: Mapping[Op, Any], on_each: Callable[..., None]) -> None:
+    """``on_each``: lets a function run on each call of an operator for which a condition holds."""
+    pairs = [(op, op.backward) for op in overloads if op.elementwise and op.backward is not None]
+    names = {str(overloads[op]): str(overloads[backward]) for op, backward in pairs if backward in overloads}
+    for last in LAST if names else ():
+        on_each(last, mark, partial(costs_a_write, names))
 
 
 def mark(node: Node) -> None:
     """Lets the partition recompute it."""
     # older versions of torch read the number of a checkpoint beside its policy
-    node.meta |= {_POLICY: CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+    node.meta |= {private.POLICY: private.CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
 
 
 def costs_a_write(backwards: Mapping[str, str], node: Node) -> bool:
     """Whether it is the result of an operator, which the backward reads, and the operator's own backward reads all of
     which it is made. ``backwards``: the names of the operators' backwards, by theirs."""
     operator = _operator(node)
-    if operator not in backwards or _POLICY in node.meta or not any(map(views.is_backward, _readers(node, operator))):
+    if operator not in backwards or private.POLICY in node.meta:
+        return False
+    if not any(map(views.is_backward, _readers(node, operator))):
         return False
     return all(backwards[operator] in map(_operator, x.users) for x in _inputs(node, operator))
 

@@ -6,6 +6,7 @@ it would otherwise write the operator's arguments down, which before torch 2.13 
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -528,8 +529,10 @@ def _keeping(function, on_backward, on_each=lambda graph: None, dynamic=None):
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
     def partition(module, inputs, **kwargs):
+        remove_noop_ops(module.graph)
         for one in (joint_graph.early_patterns, *joint_graph.pass_patterns):
             one.apply(module.graph)
         module.graph.lint()
@@ -635,6 +638,83 @@ def test_hidden_units_are_computed_again_in_the_backward(as_on_a_gpu, case, dtyp
             tolerance = 1e-5 if dtype == torch.float32 else 5e-2
             torch.testing.assert_close(got, other, rtol=tolerance, atol=tolerance)
     assert sum(kept) == expected
+
+
+def _convolution(*args):
+    """With its norm: torch's, which ``ours.BatchNorm2d`` calls where it is compiled for a GPU."""
+    return torch.nn.Sequential(ours.Conv2d(*args, bias=False), torch.nn.BatchNorm2d(args[1]))
+
+
+class _Images(torch.nn.Module):
+    """A network of images: a block with a residual and a ReLU, of which ``read`` makes what is classified."""
+
+    def __init__(self, read=lambda y, after: y.mean((2, 3)), relu=F.relu, residual=True):
+        super().__init__()
+        self.read, self.relu, self.residual = read, relu, residual
+        self.first, self.second = _convolution(3, 8, 3), _convolution(8, 8, 1)
+        self.after, self.head = _convolution(8, 8, 1), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = F.relu(self.first(x))
+        y = self.relu(self.second(y) + (y if self.residual else 0))
+        return self.head(self.read(y, self.after))
+
+
+RELUS = {
+    "mean": (_Images(), 1),
+    "pooled": (_Images(lambda y, _: F.adaptive_avg_pool2d(y, 1).flatten(1)), 1),
+    "sum": (_Images(lambda y, _: y.sum((2, 3)) / 64), 1),
+    "no residual": (_Images(residual=False), 1),
+    "twice": (_Images(lambda y, _: y.mean((2, 3)) + y.amax((2, 3))), 0),
+    "squares": (_Images(lambda y, _: y.square().mean((2, 3))), 0),
+    "not last": (_Images(lambda y, after: y.mean((2, 3)) + after(y.detach()).mean((2, 3))), 0),
+    "hardswish": (_Images(relu=F.hardswish), 0),
+    "silu": (_Images(relu=F.silu), 0),
+}
+"""Networks, and of how many ReLUs a mask is kept."""
+
+
+def _masks(kept):
+    def on_backward(nodes):
+        kept.extend(n for n in nodes if getattr(n.meta["val"], "dtype", None) == torch.bool)  # sizes have none
+
+    return on_backward
+
+
+@pytest.mark.parametrize(
+    ("case", "precision", "dynamic"),
+    [(case, torch.float32, False) for case in RELUS] + [("mean", torch.float64, False), ("mean", torch.float32, True)],
+    ids=str,
+)
+def test_a_mask_is_kept_of_the_last_relu(case, precision, dynamic):
+    """Where the backward reads nothing else of it: computed again, the ReLU makes the gradient one that is written."""
+    torch.manual_seed(0)
+    network, expected = RELUS[case]
+    network = copy.deepcopy(network).to(precision, memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 10, 10, dtype=precision).to(memory_format=torch.channels_last)
+    kept = []
+
+    def gradients(call):
+        return torch.autograd.grad(call(x).square().sum(), list(network.parameters()), allow_unused=True)
+
+    results = [gradients(call) for call in (_keeping(network, _masks(kept), dynamic=dynamic), network)]
+    assert len(kept) == expected
+    for got, other in zip(*results, strict=True):
+        assert (got is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(got, other, rtol=1e-4, atol=1e-4)
+
+
+def test_no_mask_is_kept_of_a_relu_that_a_checkpoint_computes_again():
+    from torch.utils.checkpoint import checkpoint
+
+    network, kept = _Images().to(memory_format=torch.channels_last), []
+
+    def checkpointed(x):
+        return checkpoint(network, x, use_reentrant=False)
+
+    _keeping(checkpointed, _masks(kept))(torch.randn(4, 3, 10, 10)).sum().backward()
+    assert not kept
 
 
 # -------------------------------------------------------------------------------------------------------------- unread

@@ -88,7 +88,12 @@ with forward_ad.dual_level():
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(private.JOINT_GRAPH, private.FIRST_PASS), (private.CODE_CACHE, private.KEY_DETAILS)]
+    ("module", "name"),
+    [
+        (private.JOINT_GRAPH, private.FIRST_PASS),
+        (private.CODE_CACHE, private.KEY_DETAILS),
+        ("torch.utils.checkpoint", "CheckpointPolicy"),
+    ],
 )
 def test_a_missing_name_of_a_module_that_is_imported_later_is_told(python, module, name):
     program = f"""
