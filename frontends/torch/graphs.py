@@ -33,6 +33,7 @@ class Writer:
         node = self.graph.call_function(target, args, kwargs)
         with self.mode:
             node.meta = {**self.meta, "val": target(*values, **kwargs)}
-        if target is self.target and self.is_exact:  # else Inductor would choose the strides of its inputs
+        is_ours = getattr(target, "namespace", None) == self.target.namespace
+        if is_ours and self.is_exact:  # else Inductor would choose the strides of its inputs
             node.meta[EXACT] = (values, {})
         return node

@@ -33,7 +33,7 @@ from aotops.op import Op
 
 from ..imports import after_import
 from ..torch_schema import splitter
-from . import compiled, contiguous, laid_out, last_relu, padding, private, recomputed, reductions, views
+from . import compiled, contiguous, laid_out, last_relu, packed_graphs, padding, private, recomputed, reductions, views
 from .images import images_of
 from .mathematics import Mathematics, all_narrow
 from .tensors import packed
@@ -249,8 +249,9 @@ def _register_passes(operators: Sequence[Operator]) -> None:
         for one in operators:
             if images_of(one.forward) is not None:
                 on_each(passes.pass_patterns[-1], one.overload, laid_out.set_free)
+        on_each_last = partial(on_each, passes.pass_patterns[-1])
+        packed_graphs.register(overloads, on_each_last)
         if private.CheckpointPolicy is not None:
-            on_each_last = partial(on_each, passes.pass_patterns[-1])
             recomputed.register(overloads, on_each_last)
             last_relu.register({overloads[op] for op in overloads if images_of(op) is not None}, on_each_last)
     except Exception as error:

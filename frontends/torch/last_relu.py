@@ -9,7 +9,7 @@ an element in place of 1, and a residual keeps it while the block's gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,9 @@ from . import private
 
 _aten = torch.ops.aten
 _MEANS = {_aten.mean.dim, _aten.sum.dim_IntList}
-_QUOTIENTS = {_aten.div.Scalar, _aten.div.Tensor}
+_OPERANDS = {
+    _aten.div.Scalar: 0, _aten.div.Tensor: 0, _aten.permute.default: 0, _aten.clone.default: 0, _aten.copy.default: 1,
+}  # fmt: skip
 
 
 def register(on_images: Collection[Any], on_each: Callable[..., None]) -> None:
@@ -38,11 +40,21 @@ def keep_mask(relu: Node) -> None:
 def is_worth_a_mask(on_images: Collection[Any], relu: Node) -> bool:
     """Whether the backward reads nothing of the ReLU but the mask of an expanded gradient. A graph without operators of
     this library is torch's alone."""
-    masks = [node for node in relu.users if node.target is _aten.le.Scalar and node.args[1] == 0]
-    others = relu.users.keys() - masks
+    readers = list(_readers(relu))
+    masks = [node for node in readers if node.target is _aten.le.Scalar and node.args[1] == 0]
+    others = {*readers} - {*masks}
     if private.POLICY in relu.meta or not masks or any(node.target not in _MEANS for node in others):
         return False
     return all(_masks_an_expansion(mask) for mask in masks) and _is_last(on_images, relu)
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """The users of a node and of its permuted views: a ReLU in place has these around it."""
+    for user in node.users:
+        if user.target is _aten.permute.default:
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _masks_an_expansion(mask: Node) -> bool:
@@ -50,9 +62,9 @@ def _masks_an_expansion(mask: Node) -> bool:
 
 
 def _is_expansion(node: Any) -> bool:
-    """Whether it is an expanded tensor, or one divided by the number of a mean's terms."""
-    if isinstance(node, Node) and node.target in _QUOTIENTS:
-        node = node.args[0]
+    """Whether it is an expanded tensor, perhaps divided by the number of a mean's terms, permuted or copied."""
+    while isinstance(node, Node) and (operand := _OPERANDS.get(node.target)) is not None:
+        node = node.args[operand]
     return isinstance(node, Node) and node.target is _aten.expand.default
 
 

@@ -46,8 +46,8 @@ def _are_parts(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if key.data_ptr() != begin + heads * size or value.data_ptr() != begin + (heads + kv_heads) * size:
         return False
     row = (heads + 2 * kv_heads) * dim
-    strides = (*_strides((*lead, seq), row)[:-1], dim, row, 1)
-    return all(_has_strides(x, strides) for x in (query, key, value)) and _share_memory(query, key, value)
+    strides = (*strides_of((*lead, seq), row)[:-1], dim, row, 1)
+    return all(has_strides(x, strides) for x in (query, key, value)) and _share_memory(query, key, value)
 
 
 def _is_cast(x: Tensor) -> bool:
@@ -56,12 +56,12 @@ def _is_cast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype
 
 
-def _strides(rows: Sequence[int], row: int) -> list[int]:
+def strides_of(rows: Sequence[int], row: int) -> list[int]:
     """The strides of axes of rows, where a row has so many elements."""
     return [row * prod(rows[i + 1 :]) for i in range(len(rows))]
 
 
-def _has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
+def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 
@@ -96,7 +96,7 @@ def _bound(heads: int, kv_heads: int, scale: float | None, window: tuple[int, in
     def whole(query: Tensor) -> Tensor:
         *lead, _, seq, dim = query.shape
         shape = (*lead, seq, (heads + 2 * kv_heads) * dim)
-        return query.as_strided(shape, (*_strides(shape[:-1], shape[-1]), 1))
+        return query.as_strided(shape, (*strides_of(shape[:-1], shape[-1]), 1))
 
     def split(rows: Tensor, into: int) -> Tensor:
         return rows.view((*rows.shape[:-1], into, -1)).transpose(-3, -2)

@@ -585,6 +585,86 @@ def test_as_much_is_kept_around_a_convolution_as_around_torchs():
     assert {*kept} == {torch.float32}
 
 
+def _unbound(qkv, heads, kv_heads):
+    """The parts of a packed projection as timm's vision transformers have them."""
+    *lead, seq, row = qkv.shape
+    n = len(lead)
+    axes = (n + 1, *range(n), n + 2, n, n + 3)
+    return qkv.reshape(*lead, seq, 3, heads, row // (3 * heads)).permute(*axes).unbind(0)
+
+
+def _split(qkv, heads, kv_heads):
+    """Those of GPT-2."""
+    dim = qkv.shape[-1] // (heads + 2 * kv_heads)
+    parts = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+    return tuple(part.unflatten(-1, (-1, dim)).transpose(-3, -2) for part in parts)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    ("parts_of", "lead", "heads", "kv_heads"),
+    [
+        (_unbound, (2,), 3, 3),
+        (_unbound, (2, 3), 3, 3),
+        (_split, (2,), 4, 4),
+        (_split, (2,), 4, 2),
+        (_split, (2,), 1, 1),
+    ],
+)
+def test_parts_of_a_projection_are_read_where_they_are(parts_of, lead, heads, kv_heads, options):
+    """No graph has a copy of them, nor of their gradients. Where not all parts are used alike, the gradients of those
+    that are not have their place."""
+
+    def block(x, weight, attend=ours.scaled_dot_product_attention):
+        parts = parts_of(x @ weight, heads, kv_heads)
+        y = attend(*parts, **options, enable_gqa=heads != kv_heads).transpose(-3, -2).flatten(-2)
+        return y.sin()
+
+    def twice(x, weight, attend=ours.scaled_dot_product_attention):
+        q, k, v = parts_of(x @ weight, heads, kv_heads)
+        return block(x, weight, attend).sum() + (v.sin() if heads == kv_heads else q.cos()).sum() + k.square().sum()
+
+    torch.manual_seed(0)
+    x = torch.randn(*lead, 5, 7, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, (heads + 2 * kv_heads) * 8, dtype=torch.float64, requires_grad=True)
+    for function in (block, twice):
+        seen = []
+        compiled = _keeping(function, lambda kept: None, lambda graph: seen.extend(n.target for n in graph.nodes))  # noqa: B023
+        found, expected = (
+            torch.autograd.grad(y.sum(), (x, weight))
+            for y in (compiled(x, weight), function(x, weight, torch.nn.functional.scaled_dot_product_attention))
+        )
+        torch.testing.assert_close(found, expected)
+        packed = torch.ops.aotops.qkv_attention, torch.ops.aotops.qkv_attention_backward
+        assert [seen.count(each.default) for each in packed] == [1, 1]
+        assert torch.ops.aotops.attention.default not in seen
+        assert function is twice or not {torch.ops.aten.clone.default, torch.ops.aten.cat.default} & {*seen}
+
+
+@pytest.mark.parametrize("change", ["order", "mask", "another", "heads"])
+def test_other_tensors_are_no_parts_of_a_projection(change):
+    def block(x, weight, attend=ours.scaled_dot_product_attention):
+        q, k, v = _split(x @ weight, 2, 2)
+        if change == "order":
+            q, k = k, q
+        elif change == "another":
+            v = v * 2
+        elif change == "heads":
+            q, k, v = (part[:, :1] for part in (q, k, v))
+        return attend(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool) if change == "mask" else None).sum()
+
+    torch.manual_seed(0)
+    seen = []
+    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 7), (7, 48)))
+    compiled = _keeping(block, lambda kept: None, lambda graph: seen.extend(node.target for node in graph.nodes))
+    found, expected = (
+        torch.autograd.grad(y, (x, weight))
+        for y in (compiled(x, weight), block(x, weight, torch.nn.functional.scaled_dot_product_attention))
+    )
+    torch.testing.assert_close(found, expected)
+    assert torch.ops.aotops.qkv_attention.default not in seen
+
+
 def _gated(x, gate, up):
     return ours.swiglu(ours.linear(x, gate), ours.linear(x, up))
 
@@ -665,6 +745,7 @@ RELUS = {
     "pooled": (_Images(lambda y, _: F.adaptive_avg_pool2d(y, 1).flatten(1)), 1),
     "sum": (_Images(lambda y, _: y.sum((2, 3)) / 64), 1),
     "no residual": (_Images(residual=False), 1),
+    "a view in place": (_Images(relu=lambda y: F.relu((y.movedim(1, -1) * 2).movedim(-1, 1), inplace=True)), 1),
     "twice": (_Images(lambda y, _: y.mean((2, 3)) + y.amax((2, 3))), 0),
     "squares": (_Images(lambda y, _: y.square().mean((2, 3))), 0),
     "not last": (_Images(lambda y, after: y.mean((2, 3)) + after(y.detach()).mean((2, 3))), 0),
