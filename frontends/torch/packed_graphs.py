@@ -22,7 +22,8 @@ from ..torch_schema import splitter
 from .graphs import Writer, value_of
 from .packed_heads import has_strides, strides_of
 
-_PARTS, _PACKED = OPS["attention"], OPS["qkv_attention"]
+_PARTS: Any = OPS["attention"]
+_PACKED: Any = OPS["qkv_attention"]
 _aten = torch.ops.aten
 _SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int}
 _VIEWS = {
@@ -33,7 +34,7 @@ _VIEWS = {
 
 def register(overloads: Mapping[Op, Any], on_each: Callable[..., None]) -> None:
     """``on_each``: lets a function run on each call of an operator."""
-    if {_PARTS, _PACKED} <= overloads.keys():
+    if {_PARTS, _PARTS.backward, _PACKED, _PACKED.backward} <= overloads.keys():
         on_each(overloads[_PARTS], partial(read_in_place, overloads))
 
 
@@ -59,7 +60,7 @@ def read_in_place(overloads: Mapping[Op, Any], node: Node) -> None:
         rows, lse = write(operator.getitem, call, 0), write(operator.getitem, call, 1)
         y = write(_aten.view.default, rows, [*found.rows, found.heads[0], found.dim])
     users = [item for i in range(2) for item in _items(node, i)]
-    backwards = {user for item in users for user in item.users if user.target is overloads.get(_PARTS.backward)}
+    backwards = {user for item in users for user in item.users if user.target is overloads[_PARTS.backward]}
     for backward in sorted(backwards):
         if _projection_of(_PARTS.backward, backward) == found:
             _differentiate(overloads[_PACKED.backward], found, backward, (qkv, rows, lse), attrs)
@@ -92,24 +93,23 @@ def _items(node: Node, i: int) -> list[Node]:
 # ------------------------------------------------------------------------------------------------------------- finding
 
 
-def _projection_of(op: Op | None, node: Node) -> _Projection | None:
+def _projection_of(op: Op, node: Node) -> _Projection | None:
     """The projection whose parts a call of attention, or of its backward, reads; None if there is none, or if the call
     has masks, dropout or heads before rows."""
-    assert op is not None
     inputs, attrs, _ = splitter(op)(node.args)
     given = dict(zip(op.inputs, inputs, strict=True)) | dict(zip(op.attrs, attrs, strict=True))
     others = [given[slot] for slot in _PARTS.inputs[3:]]
     if node.kwargs or any(x is not None for x in others) or given["dropout"] or given["layout"] != "BSHD":
         return None
-    views = [given[slot] for slot in ("q", "k", "v")]
-    if not all(x.target is _aten.clone.default for x in views):
+    copies = [given[slot] for slot in ("q", "k", "v")]
+    if not all(x.target is _aten.clone.default for x in copies):
         return None
-    views = [x.args[0] for x in views]
-    roots, values = {_root(x) for x in views}, [value_of(x) for x in views]
-    whole = value_of(roots.pop()) if len(roots) == 1 else None
-    if whole is None or any(x is None for x in values):
+    views = [x.args[0] for x in copies]
+    (node, *others), values = dict.fromkeys(map(_root, views)), [value_of(x) for x in views]
+    whole = value_of(node)
+    if others or whole is None or any(x is None for x in values):
         return None
-    return _parts_of(_root(views[0]), whole, values)
+    return _parts_of(node, whole, values)
 
 
 def _root(node: Node) -> Node:
@@ -141,18 +141,23 @@ def _parts_of(node: Node, whole: torch.Tensor, parts: Sequence[torch.Tensor]) ->
 def _join(found: _Projection, dqkv: Node, parts: Sequence[Node]) -> None:
     """Reads the whole where the gradients of the parts are put together, as those of a split or of an unbind are."""
     for cat in _calls(_aten.cat.default, parts[0]):
-        axis = cat.args[1] if len(cat.args) > 1 else 0
-        views = cat.args[0]
+        views, axis, shape = cat.args[0], [*cat.args, 0][1], value_of(cat).shape
         if [view.args[0] for view in views] != list(parts):
             continue
-        if all(x.target is _aten.view.default for x in views) and axis in (-1, len(found.rows)):
-            _read_whole(cat, dqkv, [*found.rows, sum(found.heads) * found.dim])
-        elif all(x.target is _aten.permute.default for x in views) and axis == 0:
+        if axis in (-1, len(shape) - 1) and all(map(_has_rows, views)):
+            _read_whole(cat, dqkv, shape)
+        elif axis == 0 and all(x.target is _aten.permute.default for x in views):
             _unstack(found, dqkv, cat)
 
 
+def _has_rows(view: Node) -> bool:
+    """Whether it is a part as rows, each of all its heads."""
+    heads, dim = value_of(view.args[0]).shape[-2:]
+    return view.target is _aten.view.default and view.args[1][-1] == heads * dim
+
+
 def _unstack(found: _Projection, dqkv: Node, cat: Node) -> None:
-    """Of gradients as (..., heads, sequence, head_dim), one after another in memory."""
+    """Reads the whole where gradients as (..., heads, sequence, head_dim) are stacked, and moved to its order."""
     n = len(found.rows) - 1
     first = [*range(n), n + 1, n, n + 2]
     back = [*range(1, n + 1), n + 2, 0, n + 1, n + 3]

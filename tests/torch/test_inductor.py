@@ -594,10 +594,17 @@ def _unbound(qkv, heads, kv_heads):
 
 
 def _split(qkv, heads, kv_heads):
-    """Those of GPT-2."""
+    """The parts as GPT-2 has them."""
     dim = qkv.shape[-1] // (heads + 2 * kv_heads)
     parts = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
     return tuple(part.unflatten(-1, (-1, dim)).transpose(-3, -2) for part in parts)
+
+
+def _split_as_a_matrix(qkv, heads, kv_heads):
+    """The parts of a matrix of all rows."""
+    dim = qkv.shape[-1] // (heads + 2 * kv_heads)
+    parts = qkv.flatten(0, -2).split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+    return tuple(part.view(*qkv.shape[:-1], -1, dim).transpose(-3, -2) for part in parts)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.3}], ids=str)
