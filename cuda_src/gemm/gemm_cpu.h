@@ -461,18 +461,24 @@ void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
 class TileKernel {
  public:
   static constexpr int kSide = TileRegisters::kSide, kPairs = TileRegisters::kPairs;
-  // Rows of a tile of C: of packed rows, and of those that are read where they lie, of which more share a panel of B.
-  static constexpr int64_t kPanelRows = 256, kTallRows = 512, kPanelCols = Block<float>::kPanelCols;
-  static constexpr int64_t kDepth = Block<float>::kDepth;  // pairs
-  static constexpr int64_t kWorth = 1 << 20;               // multiplications that pay for waking a thread
+  // A block of rows meets all of a panel of B, 1 MB of a second-level cache of 2 MB, and then the next one does. With
+  // panels of 512 terms more sums are stored and added, which takes few rows less time than a panel of 1 MB.
+  static constexpr int64_t kPanelCols = 512, kDepth = 512;  // kDepth: in pairs
+  static int64_t panel_terms(int64_t rows) { return rows <= 128 ? kDepth : 2 * kDepth; }
+  // Rows of A that are packed together. Those of a transposed A have parts of the same lines of memory.
+  static constexpr int64_t kRowsAtOnce = 128;
+  static constexpr int64_t kWorth = 1 << 20;  // multiplications that pay for waking a thread
+  // A tile of C has at most kRows x kPanelCols, and kSums if they are kept from a panel to the next. To pack an element
+  // of B takes as long as to read kPacking of A from the last cache.
+  static constexpr int64_t kRows = 1024, kSums = kRows * kPanelCols / 4, kPacking = 4;
 
   explicit TileKernel(int64_t terms) : terms_(terms), depth_(ceil_div(terms, 2 * kPairs) * kPairs) {}
 
   // Elements of packed panels.
-  static constexpr int64_t kRowPanel = kPanelRows * (kDepth + kPairs);
+  static constexpr int64_t kRowPanel = kRowsAtOnce * (kDepth + kPairs);
   static constexpr int64_t kColumnPanel = kPanelCols / kSide * strip<kSide, float>(kDepth);
 
-  // Whether no more is packed of A than the rows that are not a whole register, so that any number of rows may be used.
+  // Whether no more is packed of A than the rows that are not a whole register.
   static bool in_place(Matrix<bfloat16> a, int64_t terms) { return !a.transposed && terms % (2 * kPairs) == 0; }
 
   // Packs the rows that `multiply` does not read where they lie.
@@ -678,7 +684,7 @@ struct Panels {
   static constexpr bool kFloat = std::is_same_v<A, float>;
   static constexpr int64_t kA = kFloat ? larger(kVectorA, TileKernel::kRowPanel) : kVectorA;
   static constexpr int64_t kB = kFloat ? larger(kVectorB, TileKernel::kColumnPanel) : kVectorB;
-  static constexpr int64_t kC = kFloat ? larger(kVectorC, TileKernel::kPanelRows *TileKernel::kPanelCols) : kVectorC;
+  static constexpr int64_t kC = kFloat ? larger(kVectorC, TileKernel::kSums) : kVectorC;
 #else
   static constexpr int64_t kA = kVectorA, kB = kVectorB, kC = kVectorC;
 #endif
@@ -760,9 +766,7 @@ struct GemmTile {
         using InPlaceTile = GemmTile<T, C, Epilogue, InPlace<T>, Right>;
         return InPlaceTile{m, n, k, {a.data, a.stride}, b, c, ldc, add, row, column, epilogue}.compute(all_rows, false);
       }
-    bool few = false;
-    if constexpr (!kPacked) few = !kTiles<Terms> && all_rows <= kFewRows && !b.transposed;
-    return compute_by_panels<Terms>(few) ? kOk : out_of_memory("a matrix product");
+    return compute_by_panels<Terms>(all_rows) ? kOk : out_of_memory("a matrix product");
   }
 
   static void add_to(A *to, const A *from, int64_t n) {
@@ -770,14 +774,16 @@ struct GemmTile {
   }
 
   // By the micro-kernel. Sums of a block that is as wide as registers are go straight to c if sums_in_c, else to
-  // panels.c until they have all their terms. few: B, which few rows of A share, is not packed.
+  // panels.c until they have all their terms.
   template <class Terms>
-  bool compute_by_panels(bool few) const {
+  bool compute_by_panels(int64_t all_rows) const {
+    bool few = false;  // B, which few rows of A share, is not packed
+    if constexpr (!kPacked) few = !kTiles<Terms> && all_rows <= kFewRows && !b.transposed;
     constexpr bool kPoints = kGathers && !std::is_same_v<Left, InPlace<A>>;
     constexpr bool kMayTakeTwo = kPoints && B::kTwoStrips;
     constexpr int kRows = kPoints ? B::kGatheredRows : B::kRows;
     const bool long_sum = k > kPartialTerms;
-    const int64_t most = panel_depth<Terms>();
+    const int64_t most = panel_depth<Terms>(all_rows);
     const Panels<A> panels(long_sum);
     if (!panels.a) return false;
     const bool one_panel = k <= most, in_c = sums_in_c(k, add);
@@ -792,10 +798,14 @@ struct GemmTile {
     // the last ones are packed if they are not a whole block
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     const bool takes_two = kMayTakeTwo && !unpacked_b;
-    const int64_t most_rows = by_strips ? B::kRows : kPacksRows ? B::kPanelRows : m;
+    const int64_t most_rows = kTiles<Terms> ? B::kCols : by_strips ? B::kRows : kPacksRows ? B::kPanelRows : m;
     int64_t packed_rows = most_rows;
     if constexpr (kPacksRows)
       if (by_strips && a.transposed) packed_rows = B::kRowsAtOnce;
+#if defined(__AVX512F__)
+    if constexpr (kTiles<Terms>)
+      if (a.transposed) packed_rows = TileKernel::kRowsAtOnce;
+#endif
     [[maybe_unused]] const RegistersOf<Terms> registers;
     int64_t p = 0;
     do {
@@ -805,7 +815,8 @@ struct GemmTile {
       auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
 #if defined(__AVX512F__)
         if constexpr (kTiles<Terms>)
-          return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
+          return TileKernel(terms).multiply(registers, a.at(i, p), rows, i % packed_rows, j, panels.a, panels.b, added,
+                                            sums, ld);
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
@@ -844,6 +855,8 @@ struct GemmTile {
             if constexpr (std::is_same_v<C, A>)
               if (there) sums = c + i * ldc + j;
             const int64_t ld = there ? ldc : stride;
+            if (kTiles<Terms> && all && !there)  // c's lines, which are far apart
+              for (int64_t r = 0; r < rows; ++r) __builtin_prefetch(c + (i + r) * ldc + j, 1, 2);
             accumulate(i, j, rows, there ? add || p : !begins, sums, ld);
             if (long_sum && ends) {
               A *const total = panels.total + i * stride + j;
@@ -865,7 +878,10 @@ struct GemmTile {
 
   // The terms of a panel. Where none is packed, they may be more, so that few are not left for one of their own.
   template <class Terms>
-  int64_t panel_depth() const {
+  int64_t panel_depth([[maybe_unused]] int64_t all_rows) const {
+#if defined(__AVX512F__)
+    if constexpr (kTiles<Terms>) return TileKernel::panel_terms(all_rows);
+#endif
     constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
     if (!kGathers || !kPacked || k > kPartialTerms) return kDepth;
     const int64_t panels = (k + kDepth / 2) / kDepth;
@@ -918,7 +934,7 @@ struct GemmTile {
 // A tile of C has at most rows x cols, multiples of units; `worth` multiplications pay for waking a thread.
 struct TileLimits {
   int64_t rows, cols, row_unit, col_unit, worth;
-  bool tall;  // columns are divided first: those of B are packed for each tile, and A is not packed
+  int64_t tall = 1;  // rows are divided if they are more than so many times the columns
   bool weighed = false;
 };
 
@@ -949,7 +965,7 @@ struct Tiling {
       if (!limits.weighed || !best.count || time < kAlike * least) best = t;
       least = least > 0 && least < time ? least : time;
       if (t.count * products >= enough || (flat && narrow) || !worth) return best;
-      narrow || (!limits.tall && t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
+      narrow || (t.rows > limits.tall * t.cols && !flat) ? down *= 2 : across *= 2;
     }
   }
 
@@ -989,12 +1005,15 @@ struct CpuGemm {
     return false;
   }
 #if defined(__AVX512F__)
-  // Rows that are read where they lie.
-  TileLimits tall_limits() const {
+  TileLimits limits_of_tiles() const {
     using K = TileKernel;
-    const int64_t rows = ceil_div(m < K::kTallRows ? m : K::kTallRows, K::kSide) * K::kSide;
-    const int64_t cols = Panels<float>::kC / rows / K::kSide * K::kSide;
-    return {rows, cols < K::kPanelCols ? cols : K::kPanelCols, K::kSide, K::kSide, K::kWorth, true};
+    const bool one_panel = k <= K::panel_terms(m);
+    const int64_t most = one_panel ? K::kRows : K::kRows / 2, rows = ceil_div(m < most ? m : most, K::kSide) * K::kSide;
+    // A transposed B's columns are lines of memory: few of them may be packed just before few rows use them.
+    const int64_t most_cols = b.transposed && rows < K::kPanelCols ? (rows < 128 ? 128 : rows) : +K::kPanelCols;
+    const int64_t kept = K::kSums / rows / K::kSide * K::kSide;
+    const int64_t cols = one_panel || kept > most_cols ? most_cols : kept;
+    return {rows, cols, K::kSide, K::kSide, K::kWorth, K::in_place(a, k) ? K::kPacking : 1};
   }
 #endif
   TileLimits limits() const {
@@ -1002,11 +1021,7 @@ struct CpuGemm {
     constexpr int64_t kWorth = 1 << 18;
 #if defined(__AVX512F__)
     if constexpr (kMayUseTiles<T, Left, Right>)
-      if (uses_tiles()) {
-        using K = TileKernel;
-        if (!K::in_place(a, k)) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, +K::kWorth, false};
-        return tall_limits();
-      }
+      if (uses_tiles()) return limits_of_tiles();
 #endif
     // The panel of B is packed for each tile, unless all of B is. Without a panel of A, more rows share it.
     constexpr bool kOneSize = std::is_same_v<Left, Matrix<T>> || !std::is_same_v<Right, Matrix<T>>;
@@ -1017,8 +1032,8 @@ struct CpuGemm {
     using Tile = GemmTile<T, C, Epilogue, Left, Right>;
     if (std::is_same_v<Left, Matrix<T>> && m > B::kPanelRows && !Tile::kStores &&
         (k <= B::kDepth || Tile::sums_in_c(k, add)))
-      return {B::kTallRows, B::kTallCols, B::kRows, B::kCols, kWorth, false, true};
-    return {rows, B::kPanelCols, B::kRows, B::kCols, kWorth, false};
+      return {B::kTallRows, B::kTallCols, B::kRows, B::kCols, kWorth, 1, true};
+    return {rows, B::kPanelCols, B::kRows, B::kCols, kWorth};
   }
 };
 
