@@ -2,8 +2,9 @@
 
 A step is forward, backward and torch's fused AdamW, in bfloat16 and channels_last, with weights and images at random.
 In a row of aotops the functions of torch.nn.functional that a network calls are this library's (exchange.py); all else
-is torch's. Each row has a process of its own. With --at-once several prepare and compile at the same time, and one
-after another takes its timed steps. First losses that are further apart than bfloat16's rounding are a failure.
+is torch's. Each row has a process of its own. With --at-once several compile at the same time, and one after another
+takes its timed steps. Eager rows come after them, each alone, because the host decides most of them. First losses that
+are further apart than bfloat16's rounding are a failure.
 
     python -m benchmarks.networks --at-once 6               # all, into results/networks_h200.json
     python -m benchmarks.networks unet resnext --impls torch.compile,aotops.compile --json -
@@ -22,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,6 +190,12 @@ def of_process(name: str, impl: str, args: argparse.Namespace, folder: Path) -> 
     return json.loads(Path(f"{own}.json").read_text())["rows"]
 
 
+def jobs(pairs: list[tuple[str, str]], at_once: int, args: argparse.Namespace, folder: Path) -> Iterator[Future]:
+    """The rows' processes, as they end."""
+    with ThreadPoolExecutor(at_once) as pool:
+        yield from as_completed([pool.submit(of_process, *pair, args, folder) for pair in pairs])
+
+
 # --------------------------------------------------------------------------------------------------------- what it says
 
 
@@ -235,7 +242,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", metavar="network", help=f"of {', '.join(NETWORKS)}; default: all")
     parser.add_argument("--impls", default=",".join(IMPLS), help="default: %(default)s")
-    parser.add_argument("--at-once", type=int, default=1, metavar="ROWS", help="at the same time, but for timed steps")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="ROWS", help="compiled ones, at the same time, but for timed steps"
+    )
     parser.add_argument("--within", type=float, default=1e6, metavar="SECONDS", help="rows that take longer are left")
     parser.add_argument("--tiny", action="store_true", help="two images, and a small U-Net, to try this on a CPU")
     parser.add_argument("--page", action="store_true", help="measure nothing: write the table of docs/models.md")
@@ -271,16 +280,17 @@ def main(argv: list[str] | None = None) -> None:
     if len(pairs) == 1:
         add([measure(*pairs[0], args.tiny, Turns(args.turns))])
     else:
-        pairs.sort(key=lambda pair: not pair[1].endswith("compile"))
+        compiled = [pair for pair in pairs if pair[1].endswith("compile")]
+        alone = [pair for pair in pairs if pair not in compiled]
         temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # one that is cut off may still write
-        with temporary as folder, ThreadPoolExecutor(args.at_once) as pool:
-            jobs = [pool.submit(of_process, *pair, args, Path(folder)) for pair in pairs]
-            for job in as_completed(jobs):
-                try:
-                    add(job.result())
-                except RuntimeError as error:
-                    print(error, file=sys.stderr, flush=True)
-                    failed.append(str(error).partition("\n")[0])
+        with temporary as folder:
+            for at_once, chosen in ((args.at_once, compiled), (1, alone)):
+                for job in jobs(chosen, at_once, args, Path(folder)):
+                    try:
+                        add(job.result())
+                    except RuntimeError as error:
+                        print(error, file=sys.stderr, flush=True)
+                        failed.append(str(error).partition("\n")[0])
     print(f"{len(found)} of {len(pairs)} rows")
     record = Path(args.json)
     failed += apart(json.loads(record.read_text())["rows"] if record.exists() else found)
