@@ -22,12 +22,14 @@ from .gradients import run_backward
 from .tensors import KEEP_RESIDUALS_FROM, Tensors, is_compiling, is_plain, prototypes
 
 _PACKED, _PARTS = OPS["qkv_attention"], OPS["attention"]
+_NUMBERS = (type(None), float, int)
+"""Scales that a binding may be kept for: a tensor may change."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: tuple[int, int]) -> Tensor | None:
     """``attention`` of (..., heads, sequence, head_dim) without masks and dropout, as a transposed
     (..., sequence, heads, head_dim). None: they are no such parts, or the call is not plain."""
-    if is_compiling() or is_plain is None or not is_plain(query, key, value):
+    if is_compiling() or is_plain is None or type(scale) not in _NUMBERS or not is_plain(query, key, value):
         return None
     if not _are_parts(query, key, value) or _is_cast(query):
         return None
@@ -40,7 +42,8 @@ def _are_parts(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether their rows are parts of the rows of one tensor, in this order."""
     (*lead, heads, seq, dim), of_keys = query.shape, key.shape
     kv_heads = of_keys[-3]
-    if of_keys != (*lead, kv_heads, seq, dim) or value.shape != of_keys or query.is_contiguous():
+    alike = of_keys == (*lead, kv_heads, seq, dim) == value.shape and query.dtype == key.dtype == value.dtype
+    if not alike or query.is_contiguous():
         return False
     begin, size = query.data_ptr(), query.itemsize * dim
     if key.data_ptr() != begin + heads * size or value.data_ptr() != begin + (heads + kv_heads) * size:

@@ -155,6 +155,16 @@ def test_parts_of_numpys_memory_have_storages_of_their_own(calls):
     assert not calls
 
 
+def test_a_scale_of_another_type_is_read_at_each_call(calls):
+    qkv, scale = projection("split", "cpu", torch.float64), np.array(0.5)
+    for _ in range(2):
+        options = {"scale": np.float64(scale)}
+        y = attend("split", ours.scaled_dot_product_attention, qkv, **options)
+        torch.testing.assert_close(y, attend("split", F.scaled_dot_product_attention, qkv, **options))
+        scale *= 2
+    assert not calls
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(calls, dtype):
     """It has tensors of 32 bits copied to 16 anyway."""
