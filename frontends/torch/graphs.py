@@ -33,7 +33,7 @@ class Writer:
         node = self.graph.call_function(target, args, kwargs)
         with self.mode:
             node.meta = {**self.meta, "val": target(*values, **kwargs)}
-        is_ours = getattr(target, "namespace", None) == self.target.namespace
-        if is_ours and self.is_exact:  # else Inductor would choose the strides of its inputs
+        is_alike = getattr(target, "namespace", None) == getattr(self.target, "namespace", "")
+        if is_alike and self.is_exact:  # else Inductor would choose the strides of its inputs
             node.meta[EXACT] = (values, {})
         return node

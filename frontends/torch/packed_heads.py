@@ -16,7 +16,7 @@ from torch import Tensor
 from aotops.call import MOST_BOUND
 from aotops.ops import OPS
 
-from . import call
+from . import call, private
 from .eager import apply_of
 from .gradients import run_backward
 from .tensors import KEEP_RESIDUALS_FROM, Tensors, is_compiling, is_plain, prototypes
@@ -35,7 +35,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, wi
         return None
     bound = _bound(query.shape[-3], key.shape[-3], scale, window)
     recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    return (bound.apply if recorded else bound.run)(query, key, value)
+    with private.RecordFunction(f"{_PACKED.library.name}::{_PACKED.name}", [query, key, value]):
+        return (bound.apply if recorded else bound.run)(query, key, value)
 
 
 def _are_parts(query: Tensor, key: Tensor, value: Tensor) -> bool:

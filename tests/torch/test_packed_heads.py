@@ -99,10 +99,13 @@ def test_derivatives_are_torchs(calls, form):
 
 def test_nothing_is_copied(calls):
     qkv = projection("split", "cpu", torch.float32)
-    with torch.profiler.profile() as profile:
-        ours.scaled_dot_product_attention(*split(qkv, 3, 3))
-    assert calls
-    assert not {"aten::clone", "aten::contiguous", "aten::copy_"} & {event.name for event in profile.events()}
+    for recorded in (True, False):
+        with torch.profiler.profile() as profile, torch.set_grad_enabled(recorded):
+            ours.scaled_dot_product_attention(*split(qkv, 3, 3))
+        seen = {event.name for event in profile.events()}
+        assert "aotops::qkv_attention" in seen
+        assert not {"aten::clone", "aten::contiguous", "aten::copy_"} & seen
+    assert len(calls) == 2
 
 
 def test_what_made_the_parts_stays_in_the_graph(calls):
