@@ -41,17 +41,19 @@ def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, wi
 
 def _are_parts(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether their rows are parts of the rows of one tensor, in this order."""
+    if query.is_contiguous():
+        return False
     (*lead, heads, seq, dim), of_keys = query.shape, key.shape
     kv_heads = of_keys[-3]
-    alike = of_keys == (*lead, kv_heads, seq, dim) == value.shape and query.dtype == key.dtype == value.dtype
-    if not alike or query.is_contiguous():
-        return False
-    begin, size = query.data_ptr(), query.itemsize * dim
-    if key.data_ptr() != begin + heads * size or value.data_ptr() != begin + (heads + kv_heads) * size:
-        return False
     row = (heads + 2 * kv_heads) * dim
+    if seq > 1 and query.stride(-2) != row:  # the end of most others
+        return False
+    alike = of_keys == (*lead, kv_heads, seq, dim) == value.shape and query.dtype == key.dtype == value.dtype
+    begin, size = query.data_ptr(), query.itemsize * dim
+    follow = key.data_ptr() == begin + heads * size and value.data_ptr() == begin + (heads + kv_heads) * size
     strides = (*strides_of((*lead, seq), row)[:-1], dim, row, 1)
-    return all(has_strides(x, strides) for x in (query, key, value)) and _share_memory(query, key, value)
+    lie = alike and follow and all(has_strides(x, strides) for x in (query, key, value))
+    return lie and _share_memory(query, key, value)
 
 
 def _is_cast(x: Tensor) -> bool:
