@@ -80,10 +80,9 @@ def _attend(
         if key.shape[-2] > queries:  # no query sees a later key
             key, value = key[..., :queries, :], value[..., :queries, :]
         window = (-1, queries - key.shape[-2])  # the operator places the last query beside the last key
-    if attn_mask is None and dropout_p == 0:
-        y = packed_heads.attention(query, key, value, scale, window)
-        if y is not None:
-            return y
+    is_bare = attn_mask is None and dropout_p == 0
+    if is_bare and (y := packed_heads.attention(query, key, value, scale, window)) is not None:
+        return y
     options = {"scale": scale, "window": window, **_masking(attn_mask), **_dropping(query, dropout_p)}
     if query.is_contiguous() or query.stride(-3) > query.stride(-2):
         return F.attention(query, key, value, layout="BHSD", **options)
@@ -142,14 +141,8 @@ def _are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if is_compiling() or is_plain is None or not (given and is_plain(query, key, value)):
         return False
     shape, dtype, device = query.shape, query.dtype, query.get_device()  # plain ones are on a GPU, or on the CPU: -1
-    return (
-        key.shape == shape == value.shape
-        and len(shape) > 1
-        and shape[-1] > 0
-        and dtype in _FLOATING
-        and key.dtype == dtype == value.dtype
-        and key.get_device() == device == value.get_device()
-    )
+    alike = key.shape == shape == value.shape and key.dtype == dtype == value.dtype and dtype in _FLOATING
+    return alike and len(shape) > 1 and shape[-1] > 0 and key.get_device() == device == value.get_device()
 
 
 def _dtypes_are_taken(*tensors: Tensor) -> bool:

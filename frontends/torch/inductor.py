@@ -241,15 +241,15 @@ def _register_passes(operators: Sequence[Operator]) -> None:
     overloads = {one.op: one.overload for one in operators}
     try:
         passes, on_each = _joint_graph_passes()
+        early, on_each_last = getattr(passes, "early_patterns", None), partial(on_each, passes.pass_patterns[-1])
         for op, overload in overloads.items():
-            if op.padding is not None and op.backward is not None:
-                on_each(passes.early_patterns, overload, partial(_pad, op, overloads[op.backward]))
+            if early is not None and op.padding is not None and op.backward is not None:  # from torch 2.6 on
+                on_each(early, overload, partial(_pad, op, overloads[op.backward]))
             if op.has_gradient:
-                on_each(passes.pass_patterns[-1], overload, views.read_through)
+                on_each_last(overload, views.read_through)
         for one in operators:
             if images_of(one.forward) is not None:
-                on_each(passes.pass_patterns[-1], one.overload, laid_out.set_free)
-        on_each_last = partial(on_each, passes.pass_patterns[-1])
+                on_each_last(one.overload, laid_out.set_free)
         packed_graphs.register(overloads, on_each_last)
         if private.CheckpointPolicy is not None:
             recomputed.register(overloads, on_each_last)

@@ -187,8 +187,7 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
         return theirs(module, query, key, value, attention_mask, **options, **kwargs)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = (-1, 0 if is_causal else -1)
-    y = packed_heads.attention(query, key, value, scaling, window)
-    if y is not None:
+    if (y := packed_heads.attention(query, key, value, scaling, window)) is not None:
         return y.transpose(1, 2), None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     return F.attention(q, k, v, window=window, scale=scaling), None
