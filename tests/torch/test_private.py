@@ -69,6 +69,20 @@ print(private.LACKS)
     assert "torch._C._FunctionBase" in python(program)
 
 
+def test_without_early_passes_inductor_takes_the_others(python):
+    """torch has them from 2.6 on."""
+    program = """
+import warnings
+from torch._inductor.fx_passes import joint_graph
+del joint_graph.early_patterns
+with warnings.catch_warnings(record=True) as caught:
+    from aotops.frontends import torch
+print([str(w.message) for w in caught if "aotops" in str(w.message)])
+print(any("aotops" in str(key) for key in joint_graph.pass_patterns[-1].patterns))
+"""
+    assert python(program).split() == ["[]", "True"]
+
+
 def test_a_level_of_forward_mode_is_seen_at_another_entry(python):
     """There is a torch whose eager calls do not enter it where its compiled graphs do."""
     program = """
