@@ -190,10 +190,13 @@ def of_process(name: str, impl: str, args: argparse.Namespace, folder: Path) -> 
     return json.loads(Path(f"{own}.json").read_text())["rows"]
 
 
-def jobs(pairs: list[tuple[str, str]], at_once: int, args: argparse.Namespace, folder: Path) -> Iterator[Future]:
-    """The rows' processes, as they end."""
-    with ThreadPoolExecutor(at_once) as pool:
-        yield from as_completed([pool.submit(of_process, *pair, args, folder) for pair in pairs])
+def jobs(pairs: list[tuple[str, str]], args: argparse.Namespace, folder: Path) -> Iterator[Future]:
+    """The rows' processes, as they end: the compiled ones, and then the eager ones, each alone."""
+    compiled = [pair for pair in pairs if pair[1].endswith("compile")]
+    eager = [pair for pair in pairs if pair not in compiled]
+    for at_once, chosen in ((args.at_once, compiled), (1, eager)):
+        with ThreadPoolExecutor(at_once) as pool:
+            yield from as_completed([pool.submit(of_process, *pair, args, folder) for pair in chosen])
 
 
 # --------------------------------------------------------------------------------------------------------- what it says
@@ -280,17 +283,14 @@ def main(argv: list[str] | None = None) -> None:
     if len(pairs) == 1:
         add([measure(*pairs[0], args.tiny, Turns(args.turns))])
     else:
-        compiled = [pair for pair in pairs if pair[1].endswith("compile")]
-        alone = [pair for pair in pairs if pair not in compiled]
         temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # one that is cut off may still write
         with temporary as folder:
-            for at_once, chosen in ((args.at_once, compiled), (1, alone)):
-                for job in jobs(chosen, at_once, args, Path(folder)):
-                    try:
-                        add(job.result())
-                    except RuntimeError as error:
-                        print(error, file=sys.stderr, flush=True)
-                        failed.append(str(error).partition("\n")[0])
+            for job in jobs(pairs, args, Path(folder)):
+                try:
+                    add(job.result())
+                except RuntimeError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    failed.append(str(error).partition("\n")[0])
     print(f"{len(found)} of {len(pairs)} rows")
     record = Path(args.json)
     failed += apart(json.loads(record.read_text())["rows"] if record.exists() else found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,20 @@ def value_of(node: Any) -> Any:
     """The fake tensor that a node is, or None."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def items_of(node: Node, i: int) -> list[Node]:
+    """The nodes that are this result of a call with several."""
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == i]
+
+
+def readers(node: Node, views: Container[Any]) -> Iterator[Node]:
+    """The users of a node and of its views, which are calls of these operators."""
+    for user in node.users:
+        if user.target in views:
+            yield from readers(user, views)
+        else:
+            yield user
 
 
 class Writer:

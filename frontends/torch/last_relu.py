@@ -9,7 +9,7 @@ an element in place of 1, and a residual keeps it while the block's gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from . import private
+from .graphs import readers
 
 _aten = torch.ops.aten
 _MEANS = {_aten.mean.dim, _aten.sum.dim_IntList}
@@ -40,21 +41,12 @@ def keep_mask(relu: Node) -> None:
 def is_worth_a_mask(on_images: Collection[Any], relu: Node) -> bool:
     """Whether the backward reads nothing of the ReLU but the mask of an expanded gradient. A graph without operators of
     this library is torch's alone."""
-    readers = list(_readers(relu))
-    masks = [node for node in readers if node.target is _aten.le.Scalar and node.args[1] == 0]
-    others = {*readers} - {*masks}
+    found = list(readers(relu, {_aten.permute.default}))  # a ReLU in place on a view is permuted
+    masks = [node for node in found if node.target is _aten.le.Scalar and node.args[1] == 0]
+    others = {*found} - {*masks}
     if private.POLICY in relu.meta or not masks or any(node.target not in _MEANS for node in others):
         return False
     return all(_masks_an_expansion(mask) for mask in masks) and _is_last(on_images, relu)
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """The users of a node and of its permuted views: a ReLU in place has these around it."""
-    for user in node.users:
-        if user.target is _aten.permute.default:
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _masks_an_expansion(mask: Node) -> bool:

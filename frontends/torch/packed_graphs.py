@@ -19,7 +19,7 @@ from aotops.op import Op
 from aotops.ops import OPS
 
 from ..torch_schema import splitter
-from .graphs import Writer, value_of
+from .graphs import Writer, items_of, value_of
 from .packed_heads import has_strides, strides_of
 
 _PARTS: Any = OPS["attention"]
@@ -59,13 +59,13 @@ def read_in_place(overloads: Mapping[Op, Any], node: Node) -> None:
         call = write(overloads[_PACKED], qkv, None, *attrs)
         rows, lse = write(operator.getitem, call, 0), write(operator.getitem, call, 1)
         y = write(_aten.view.default, rows, [*found.rows, found.heads[0], found.dim])
-    users = [item for i in range(2) for item in _items(node, i)]
+    users = [item for i in range(2) for item in items_of(node, i)]
     backwards = {user for item in users for user in item.users if user.target is overloads[_PARTS.backward]}
     for backward in sorted(backwards):
         if _projection_of(_PARTS.backward, backward) == found:
             _differentiate(overloads[_PACKED.backward], found, backward, (qkv, rows, lse), attrs)
     for i, result in enumerate((y, lse)):
-        for item in _items(node, i):
+        for item in items_of(node, i):
             item.replace_all_uses_with(result)
     node.graph.eliminate_dead_code()
 
@@ -81,13 +81,9 @@ def _differentiate(
         ends = found.heads[0], found.heads[0] + found.heads[1], total
         parts = [write(_aten.slice.Tensor, heads, -2, end - n, end) for n, end in zip(found.heads, ends, strict=True)]
     for i, part in enumerate(parts):
-        for item in _items(node, i):
+        for item in items_of(node, i):
             item.replace_all_uses_with(part)
     _join(found, dqkv, parts)
-
-
-def _items(node: Node, i: int) -> list[Node]:
-    return [user for user in node.users if user.target is operator.getitem and user.args[1] == i]
 
 
 # ------------------------------------------------------------------------------------------------------------- finding
@@ -141,8 +137,9 @@ def _parts_of(node: Node, whole: torch.Tensor, parts: Sequence[torch.Tensor]) ->
 def _join(found: _Projection, dqkv: Node, parts: Sequence[Node]) -> None:
     """Reads the whole where the gradients of the parts are put together, as those of a split or of an unbind are."""
     for cat in _calls(_aten.cat.default, parts[0]):
-        views, axis, shape = cat.args[0], [*cat.args, 0][1], value_of(cat).shape
-        if [view.args[0] for view in views] != list(parts):
+        views, shape = cat.args[0], value_of(cat).shape
+        axis = cat.args[1] if len(cat.args) > 1 else 0
+        if [view.args[:1] for view in views] != [(part,) for part in parts]:
             continue
         if axis in (-1, len(shape) - 1) and all(map(_has_rows, views)):
             _read_whole(cat, dqkv, shape)

@@ -22,6 +22,8 @@ from .gradients import run_backward
 from .tensors import KEEP_RESIDUALS_FROM, Tensors, is_compiling, is_plain, prototypes
 
 _PACKED, _PARTS = OPS["qkv_attention"], OPS["attention"]
+_record = functools.partial(private.RecordFunction, f"{_PACKED.library.name}::{_PACKED.name}")
+"""A context manager, the event of a call of these tensors in a profile."""
 _NUMBERS = (type(None), float, int)
 """Scales that a binding may be kept for: a tensor may change."""
 
@@ -35,7 +37,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, wi
         return None
     bound = _bound(query.shape[-3], key.shape[-3], scale, window)
     recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    with private.RecordFunction(f"{_PACKED.library.name}::{_PACKED.name}", [query, key, value]):
+    with _record([query, key, value]):
         return (bound.apply if recorded else bound.run)(query, key, value)
 
 

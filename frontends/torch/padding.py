@@ -21,7 +21,7 @@ from torch.fx import Node
 from aotops.op import Op, Padding
 
 from ..torch_schema import splitter
-from .graphs import Writer, value_of
+from .graphs import Writer, items_of, value_of
 
 _aten = torch.ops.aten
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
@@ -87,7 +87,7 @@ def pad(found: Padded) -> None:
         results = {y: write(operator.getitem, call, i) for i, y in enumerate(op.results)}
     for i, y in enumerate(op.results):
         if y not in padding.results:
-            for old in _items(node, i):
+            for old in items_of(node, i):
                 old.replace_all_uses_with(results[y])
     for old in backwards:
         _pad_backward(found, old, given | results)
@@ -131,7 +131,7 @@ def _backwards(op: Op, node: Node, backward: Any) -> tuple[Node, ...] | None:
     calls: dict[Node, None] = {}
     for i, y in enumerate(op.results):
         if y in op.padding.results:
-            for item in _items(node, i):
+            for item in items_of(node, i):
                 calls |= dict.fromkeys(item.users)
     inputs = op.backward.inputs
     for call in calls:
@@ -145,11 +145,6 @@ def _backwards(op: Op, node: Node, backward: Any) -> tuple[Node, ...] | None:
         if not {*op.instead}.issubset(slots):
             return None
     return tuple(calls)
-
-
-def _items(node: Node, i: int) -> list[Node]:
-    """The nodes that are this result."""
-    return [user for user in node.users if user.target is operator.getitem and user.args[1] == i]
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -21,6 +21,7 @@ from torch.fx import Node
 from aotops.op import Op
 
 from . import private, views
+from .graphs import readers
 
 _aten = torch.ops.aten
 LAST = (_aten.mul.Tensor, torch.ops.prims.convert_element_type.default)
@@ -60,11 +61,7 @@ def _operator(node: Node) -> str:
 
 def _readers(node: Node, operator: str) -> Iterator[Node]:
     """The users of a node and of its views, beyond the operator that it is a part of."""
-    for user in node.users:
-        if user.target in _VIEWS:
-            yield from _readers(user, operator)
-        elif _operator(user) != operator:
-            yield user
+    return (user for user in readers(node, _VIEWS) if _operator(user) != operator)
 
 
 def _inputs(node: Node, operator: str) -> set[Node]:

@@ -21,6 +21,8 @@ from aotops.frontends import torch as ours  # noqa: E402
 from aotops.frontends.torch import inductor, padding  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
+from .test_packed_heads import split, unbound  # noqa: E402
+
 WIDTH, BLOCKS = 8, 12
 GELU = OPS["gelu"]
 NAMES = [one.name for op in OPS.values() for one in (op, op.backward) if one is not None and one.has_kernel]
@@ -585,21 +587,6 @@ def test_as_much_is_kept_around_a_convolution_as_around_torchs():
     assert {*kept} == {torch.float32}
 
 
-def _unbound(qkv, heads, kv_heads):
-    """The parts of a packed projection as timm's vision transformers have them."""
-    *lead, seq, row = qkv.shape
-    n = len(lead)
-    axes = (n + 1, *range(n), n + 2, n, n + 3)
-    return qkv.reshape(*lead, seq, 3, heads, row // (3 * heads)).permute(*axes).unbind(0)
-
-
-def _split(qkv, heads, kv_heads):
-    """The parts as GPT-2 has them."""
-    dim = qkv.shape[-1] // (heads + 2 * kv_heads)
-    parts = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
-    return tuple(part.unflatten(-1, (-1, dim)).transpose(-3, -2) for part in parts)
-
-
 def _split_as_a_matrix(qkv, heads, kv_heads):
     """The parts of a matrix of all rows."""
     dim = qkv.shape[-1] // (heads + 2 * kv_heads)
@@ -611,11 +598,11 @@ def _split_as_a_matrix(qkv, heads, kv_heads):
 @pytest.mark.parametrize(
     ("parts_of", "lead", "heads", "kv_heads"),
     [
-        (_unbound, (2,), 3, 3),
-        (_unbound, (2, 3), 3, 3),
-        (_split, (2,), 4, 4),
-        (_split, (2,), 4, 2),
-        (_split, (2,), 1, 1),
+        (unbound, (2,), 3, 3),
+        (unbound, (2, 3), 3, 3),
+        (split, (2,), 4, 4),
+        (split, (2,), 4, 2),
+        (split, (2,), 1, 1),
     ],
 )
 def test_parts_of_a_projection_are_read_where_they_are(parts_of, lead, heads, kv_heads, options):
@@ -648,10 +635,21 @@ def test_parts_of_a_projection_are_read_where_they_are(parts_of, lead, heads, kv
         assert function is twice or not {torch.ops.aten.clone.default, torch.ops.aten.cat.default} & {*seen}
 
 
+def test_the_gradient_of_a_part_beside_an_input_of_the_graph():
+    def beside(x, weight, other):
+        q, k, v = split(x @ weight, 2, 2)
+        dq = torch.func.grad(lambda q: ours.scaled_dot_product_attention(q, k, v).square().sum())(q)
+        return torch.cat([dq.transpose(1, 2).flatten(2), other], -1)
+
+    torch.manual_seed(0)
+    tensors = torch.randn(2, 5, 7), torch.randn(7, 48), torch.randn(2, 5, 3, requires_grad=True)
+    torch.testing.assert_close(_keeping(beside, lambda kept: None)(*tensors), beside(*tensors))
+
+
 @pytest.mark.parametrize("change", ["order", "mask", "another", "heads"])
 def test_other_tensors_are_no_parts_of_a_projection(change):
     def block(x, weight, attend=ours.scaled_dot_product_attention):
-        q, k, v = _split(x @ weight, 2, 2)
+        q, k, v = split(x @ weight, 2, 2)
         if change == "order":
             q, k = k, q
         elif change == "another":
