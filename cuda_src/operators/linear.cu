@@ -52,7 +52,7 @@ Status activation_backward(const char *op, const T *dy, Rows<const T> pre_activa
                            cudaStream_t stream) {
   if (n == 0) return kOk;
   int parts = static_cast<int>(LinearBackward::parts(n));
-  const bool copies = sizeof(T) == 2 && !pre_activation.data && dz.data;
+  const bool copies = sizeof(T) == 2 && !activation && dz.data;
   if (!sum) partials = nullptr;
   if constexpr (sizeof(T) == 2)
     if (copies) AOT_TRY(copy_and_sum_lines<T>(op, copy_of(dy, dz, rows, n), partials, &parts, stream));

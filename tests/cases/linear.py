@@ -68,6 +68,7 @@ ROW = Row(
         _linear((2, 3, 4), 5, activation="gelu_tanh"),
         _linear((0, 3), 2),
         _linear((0, 3), 2, activation="relu"),
+        _linear((0, 3), 2, bias=False, activation="relu"),
         _linear((3, 0), 2),  # nothing but the bias
         _linear((3, 4), 0, activation="gelu"),
         # one for each path of a kernel
