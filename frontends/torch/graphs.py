@@ -10,6 +10,9 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map
 
+_aten = torch.ops.aten
+RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+"""Operators whose result has the elements of their first argument, in its order."""
 EXACT = "eager_input_vals"
 """In the meta of a node whose inputs must have certain strides: tensors that have them."""
 

@@ -34,6 +34,7 @@ from aotops.op import Op
 from ..imports import after_import
 from ..torch_schema import splitter
 from . import compiled, contiguous, laid_out, last_relu, packed_graphs, padding, private, recomputed, reductions, views
+from .graphs import RESHAPES
 from .images import images_of
 from .mathematics import Mathematics, all_narrow
 from .tensors import packed
@@ -186,7 +187,6 @@ def _overwriting(lowering: ModuleType, one: Operator) -> Callable[..., Any]:
 
 
 _aten = torch.ops.aten
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 _MAKE_MEMORY = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
@@ -199,7 +199,7 @@ def _is_only_used_by(user: torch.fx.Node, at: int, graph: Any) -> bool:
             return _is_donated(graph.graph_inputs.get(node.name))
         if node.target in _MAKE_MEMORY:
             return True
-        if node.target not in _VIEWS:
+        if node.target not in RESHAPES:
             return False
         user, node = node, node.args[0]
     return False

@@ -19,7 +19,7 @@ from aotops.op import Op
 from aotops.ops import OPS
 
 from ..torch_schema import splitter
-from .graphs import Writer, items_of, value_of
+from .graphs import RESHAPES, Writer, items_of, value_of
 from .packed_heads import has_strides, strides_of
 
 _PARTS: Any = OPS["attention"]
@@ -27,8 +27,8 @@ _PACKED: Any = OPS["qkv_attention"]
 _aten = torch.ops.aten
 _SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int}
 _VIEWS = {
-    _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.permute.default, _aten.slice.Tensor,
-    _aten.select.int, _aten.squeeze.dim, _aten.unsqueeze.default, *_SPLITS,
+    *RESHAPES, _aten.permute.default, _aten.slice.Tensor, _aten.select.int, _aten.squeeze.dim, _aten.unsqueeze.default,
+    *_SPLITS,
 }  # fmt: skip
 
 

@@ -21,10 +21,9 @@ from torch.fx import Node
 from aotops.op import Op, Padding
 
 from ..torch_schema import splitter
-from .graphs import Writer, items_of, value_of
+from .graphs import RESHAPES, Writer, items_of, value_of
 
 _aten = torch.ops.aten
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 
 LINE = 64
 """Columns are padded to a multiple of it: 128 bytes of 16 bits, which a GPU reads and writes at once."""
@@ -117,7 +116,7 @@ def _product_of(x: Any, reader: Node) -> Node | None:
         if x.target in (_aten.mm.default, _aten.addmm.default):
             bias = x.args[0] if x.target is _aten.addmm.default else None
             return x if bias is None or value_of(bias).dim() == 1 else None
-        if x.target not in _VIEWS:
+        if x.target not in RESHAPES:
             return None
         reader, x = x, x.args[0]
     return None
@@ -184,7 +183,7 @@ def _pad_readers(short: Node, long: Node, columns: int, longer: int) -> None:
     for reader in list(short.users):
         write = Writer(reader)
         with graph.inserting_before(reader):
-            if reader.target in _VIEWS and list(reader.args[1])[-1:] == [columns]:
+            if reader.target in RESHAPES and list(reader.args[1])[-1:] == [columns]:
                 _pad_readers(reader, write(reader.target, long, [*reader.args[1][:-1], longer]), columns, longer)
             elif reader.target is _aten.mm.default and reader.args[0] is short:
                 weight = _longer(write, reader.args[1], 0, longer - columns)

@@ -21,12 +21,12 @@ from torch.fx import Node
 from aotops.op import Op
 
 from . import private, views
-from .graphs import readers
+from .graphs import RESHAPES, readers
 
 _aten = torch.ops.aten
 LAST = (_aten.mul.Tensor, torch.ops.prims.convert_element_type.default)
 """The last steps of what such operators are decomposed to, in 32 bits and in 16."""
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.permute.default, _aten.t.default}
+_VIEWS = {*RESHAPES, _aten.permute.default, _aten.t.default}
 
 
 def register(overloads: Mapping[Op, Any], on_each: Callable[..., None]) -> None:
