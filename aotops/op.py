@@ -442,7 +442,9 @@ class Op:
             return None
         plain, expected, *_ = ATTRIBUTE_TYPES[kind.removesuffix("?")]
         try:
-            return plain(value)
+            if (given := plain(value)) == _INT64[0] and kind == "int?":  # entries take it for None
+                raise ValueError
+            return given
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             expected += " or None" if kind.endswith("?") else ""
             raised = TypeError if isinstance(error, TypeError) else ValueError

@@ -258,6 +258,11 @@ def test_text_that_no_attribute_may_be(word):
         encode(OPS["gelu"], (word,))
 
 
+def test_the_least_integer_does_not_stand_for_none():
+    with pytest.raises(ValueError, match=rf"rope: rotary_dim is {-(2**63)}, expected an integer of 64 bits or None"):
+        encode(OPS["rope"], (False, "BSHD", -(2**63)))
+
+
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64, 10**4000])
 def test_integers_of_more_than_64_bits(number):
     with pytest.raises(ValueError, match=r"cross_entropy: ignore_index is .*, expected an integer of 64 bits"):
