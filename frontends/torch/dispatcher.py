@@ -24,9 +24,11 @@ from .tensors import (
     Tensors,
     common_strides,
     empty_arguments,
+    inferred,
     packed,
     results_of,
     run,
+    spec_of,
     specs_of,
 )
 
@@ -90,6 +92,7 @@ def _register_one(namespace: torch.library.Library, op: Op, forward: Op) -> Call
             raise NotImplementedError(f"{op.name}: vmap of an operator that writes to its inputs is not supported")
         inputs, attrs, names = split(args)
         run = lambda *t: results_of(dispatched(*t, *attrs, *mask(op, names)))  # noqa: E731
+        _check_example(op, attrs, dims, inputs)
         results, out_dims = _batch(op, info.batch_size, dims[: len(inputs)], inputs, names, run)
         return packed(results), packed(out_dims)
 
@@ -180,6 +183,15 @@ def _versions_kernel(op: Op, dispatched: Any) -> Callable[..., Any]:
         return results
 
     return kernel
+
+
+def _check_example(op: Op, attrs: Sequence[Any], dims: Sequence[int | None], inputs: Tensors) -> None:
+    """The axis of a batch must not stand for one that an example lacks."""
+    specs = [spec_of(t) for t in inputs]
+    for i, dim in enumerate(dims[: len(inputs)]):
+        if (spec := specs[i]) is not None and dim is not None:
+            specs[i] = spec._replace(shape=(*spec.shape[:dim], *spec.shape[dim + 1 :]))
+    inferred(op, tuple(attrs), tuple(specs), inputs[0].device.type)
 
 
 def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wanted: Sequence[str], run):

@@ -61,7 +61,12 @@ def spec_of(t: Tensor | None) -> TensorSpec | None:
 
 def specs_of(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> dict[str, TensorSpec]:
     """The spec of every output and residual, for dimensions that may be symbolic."""
-    specs, device = tuple(map(spec_of, inputs)), inputs[0].device.type
+    return inferred(op, attrs, tuple(map(spec_of, inputs)), inputs[0].device.type)
+
+
+def inferred(
+    op: Op, attrs: tuple[Any, ...], specs: tuple[TensorSpec | None, ...], device: str
+) -> dict[str, TensorSpec]:
     if is_symbolic(attrs) or is_symbolic([spec.shape for spec in specs if spec]):
         return infer_symbolic(op, attrs, specs, _hint, device)
     return infer(op, op.canonical(attrs), specs, device)
