@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aotops.op import Op
 from aotops.ops import BUILTIN
-from aotops.spec import DTYPES
+from aotops.spec import DTYPES, check_devices
 
 from .mathematics import wide_dtype
 from .private import legacy_get_string
 from .registered import namespaces
-from .tensors import check_tensors, is_compiling, specs_of
+from .tensors import Tensors, check_tensors, is_compiling, specs_of
 
 _FLOATING = [getattr(torch, name) for name in DTYPES if name.startswith(("float", "bfloat")) and hasattr(torch, name)]
 
@@ -134,8 +135,14 @@ def cross_entropy(
     learns = _learns(weight)
     if not learns and x.dim() <= 2 and not target.is_floating_point():
         return NotImplemented
+    loss = ignore_index, reduction, label_smoothing, dtype, z_loss, softcap
+    _check_each(BUILTIN.ops["cross_entropy"], loss, (x, target, weight))
+    if target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"cross_entropy: target has dtype {target.dtype}, expected classes or probabilities")
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"cross_entropy: reduction is {reduction!r}, expected 'none', 'sum' or 'mean'")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"cross_entropy: label_smoothing is {label_smoothing}, expected 0 to 1")
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
         if not 0 <= value < math.inf:
             raise ValueError(f"cross_entropy: {name} is {value}, expected a finite number, 0 or more")
@@ -160,8 +167,8 @@ def cross_entropy(
     counts = target != ignore_index
     factors = torch.where(counts, weight[target.clamp(0, classes - 1)], 0)
     logits = logits.to(wide)  # the parts of its gradient are then added before rounding
-    options = {"ignore_index": ignore_index, "reduction": "none"}
-    losses = function(logits.reshape(-1, classes), target.reshape(-1), **options).reshape(target.shape) * factors
+    losses = function(logits.reshape(-1, classes), target.reshape(-1), ignore_index, "none")
+    losses = losses.reshape(target.shape) * factors
     if label_smoothing:
         smooth = torch.where(counts, -_sum_of_logarithms(logits, weight), 0)
         losses = (1 - label_smoothing) * losses + label_smoothing / classes * smooth
@@ -178,9 +185,9 @@ def cross_entropy_lse(function, *args: Any, **kwargs: Any) -> Any:
         return function(*given)
     if not isinstance(x, Tensor) or not _learns(weight):
         return NotImplemented
+    _check_call(BUILTIN.ops["cross_entropy_lse"], loss, (x, target, weight))
     y = cross_entropy(lambda *args, **kwargs: function(*args, **kwargs)[0], *given)
-    ignore_index, softcap = loss[0], loss[-1]
-    return y, *function(x, target, ignore_index, softcap=softcap)[1:]
+    return y, *function(x, target, loss[0], softcap=loss[-1])[1:]
 
 
 def linear_cross_entropy(function, *args: Any, **kwargs: Any) -> Any:
@@ -200,9 +207,7 @@ def _loss_of_head(name: str, function: Callable[..., Any], *args: Any, **kwargs:
     if not _learns(class_weight):
         given = x, weight, target, bias, *loss[:4], class_weight, *loss[4:], allow_tf32
         return NotImplemented if loss[3] is attrs[3] else function(*given)
-    if not is_compiling():
-        check_tensors(op, inputs)
-        specs_of(op, (*loss, allow_tf32), inputs)  # raises for what does not fit
+    _check_call(op, (*loss, allow_tf32), inputs)
     logits = ops.linear(x, weight, bias, None, allow_tf32)
     flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(target.numel())
     y = ops.cross_entropy(*flat, *loss[:4], class_weight, *loss[4:])
@@ -211,6 +216,19 @@ def _loss_of_head(name: str, function: Callable[..., Any], *args: Any, **kwargs:
         return y
     lse = ops.cross_entropy_lse(*flat, loss[0], softcap=loss[-1])[1]
     return y, lse.reshape(target.shape)
+
+
+def _check_call(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> None:
+    """Raises the operator's error for what does not fit, where a composition would raise another's."""
+    if not is_compiling():
+        _check_each(op, attrs, inputs)
+        specs_of(op, attrs, inputs)
+
+
+def _check_each(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> None:
+    op.canonical(attrs)
+    check_tensors(op, inputs)
+    check_devices(op.name, op.inputs, inputs)
 
 
 def _loss(attrs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -269,18 +287,8 @@ def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
     return wide_dtype(x.dtype) if is_wide else x.dtype
 
 
-COMPOSED: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        add,
-        batch_norm,
-        batch_norm_relu,
-        conv2d,
-        cross_entropy,
-        cross_entropy_lse,
-        linear_cross_entropy,
-        linear_cross_entropy_lse,
-        matmul,
-        softmax,
-    )
-}
+_FUNCTIONS = (
+    add, batch_norm, batch_norm_relu, conv2d, cross_entropy, cross_entropy_lse, linear_cross_entropy,
+    linear_cross_entropy_lse, matmul, softmax,
+)  # fmt: skip
+COMPOSED: dict[str, Callable[..., Any]] = {f.__name__: f for f in _FUNCTIONS}

@@ -92,6 +92,42 @@ def test_arguments(call, error, words):
         call()
 
 
+@pytest.mark.parametrize("dim", [1, -2])
+def test_vmap_adds_no_axis_that_an_example_lacks(dim):
+    rows = torch.ones(3, 2)
+    with pytest.raises(ValueError, match=rf"^softmax: dim is {dim}, expected an axis of x, which has shape \(2,\)"):
+        torch.vmap(lambda x: ours.softmax(x, dim))(rows)
+    with pytest.raises(ValueError, match=r"^rms_norm: x has shape \(\), expected its trailing axes"):
+        torch.vmap(lambda x: ours.rms_norm(x, (3,)))(torch.ones(3))
+
+
+LEARNED = torch.ones(4, requires_grad=True)  # then the loss is composed
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "options"),
+    [
+        (ValueError, "weight has shape", {"weight": torch.ones(3, requires_grad=True)}),
+        (ValueError, "label_smoothing is nan, expected 0 to 1", {"label_smoothing": float("nan")}),
+        (TypeError, r"z_loss is \[1, 1\], expected a number", {"z_loss": [1, 1]}),
+        (TypeError, "softcap is None, expected a number", {"softcap": None}),
+        (TypeError, r"ignore_index is \[1\], expected an integer", {"ignore_index": [1]}),
+        (TypeError, "target has dtype", {"target": TARGET.to(torch.complex64)}),
+        (TypeError, "target has dtype", {"target": TARGET.bool()}),
+        (ValueError, "target has shape", {"target": TARGET[:3]}),
+        (ValueError, "target is on meta", {"target": TARGET.to("meta")}),
+    ],
+)
+def test_a_loss_whose_class_weights_learn(error, words, options):
+    for loss in (ours.cross_entropy, ours.cross_entropy_lse):
+        with pytest.raises(error, match=f"^{loss.__name__}: {words}"):
+            loss(X, **({"target": TARGET, "weight": LEARNED} | options))
+    for loss in (ours.linear_cross_entropy, ours.linear_cross_entropy_lse):
+        renamed = {"class_weight" if key == "weight" else key: value for key, value in options.items()}
+        with pytest.raises(error, match=f"^{loss.__name__}: {words.replace('weight', '(class_)?weight')}"):
+            loss(X, X, **({"target": TARGET, "class_weight": LEARNED} | renamed))
+
+
 def test_a_tensor_that_has_left_its_vmap():
     kept = []
     torch.vmap(lambda x: (kept.append(x), x * 1)[1])(X)
