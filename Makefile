@@ -400,7 +400,7 @@ test-numpy: $(NUMPY_VENV)/ready
 	@$(NUMPY_VENV)/bin/ruff check . && $(NUMPY_VENV)/bin/ruff format --check .
 
 fuzz: lib $(VENV)/ready
-	AOTOPS_TEST_PROFILE=fuzz AOTOPS_TEST_FRONTENDS=torch $(VENV)/bin/python -m pytest -q tests/torch/test_differential.py
+	AOTOPS_TEST_PROFILE=fuzz AOTOPS_TEST_FRONTENDS=torch $(VENV)/bin/python $(patsubst tests,tests/torch/test_differential.py,$(PYTEST))
 
 # Once more on the CPU, with the library's own threads.
 soak: lib $(VENV)/ready

@@ -130,13 +130,15 @@ def cross_entropy(
             reduction = legacy_get_string(former.get("size_average"), former.get("reduce"))
         target = target.long() if is_byte else target
         return function(x, target, ignore_index, reduction, label_smoothing, named, accepted, z_loss, softcap)
-    if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0:
+    if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0 or x.dtype not in _FLOATING:
         return NotImplemented
     learns = _learns(weight)
     if not learns and x.dim() <= 2 and not target.is_floating_point():
         return NotImplemented
     loss = ignore_index, reduction, label_smoothing, dtype, z_loss, softcap
-    _check_each(BUILTIN.ops["cross_entropy"], loss, (x, target, weight))
+    ignore_index, reduction, label_smoothing, dtype, z_loss, softcap = _checked(
+        BUILTIN.ops["cross_entropy"], loss, (x, target, weight)
+    )
     if target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"cross_entropy: target has dtype {target.dtype}, expected classes or probabilities")
     if reduction not in ("none", "sum", "mean"):
@@ -221,14 +223,14 @@ def _loss_of_head(name: str, function: Callable[..., Any], *args: Any, **kwargs:
 def _check_call(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> None:
     """Raises the operator's error for what does not fit, where a composition would raise another's."""
     if not is_compiling():
-        _check_each(op, attrs, inputs)
-        specs_of(op, attrs, inputs)
+        specs_of(op, _checked(op, attrs, inputs), inputs)
 
 
-def _check_each(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> None:
-    op.canonical(attrs)
+def _checked(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> tuple[Any, ...]:
+    """The attributes as plain values: computations with a tensor have its dtype."""
     check_tensors(op, inputs)
     check_devices(op.name, op.inputs, inputs)
+    return op.canonical(attrs)
 
 
 def _loss(attrs: tuple[Any, ...]) -> tuple[Any, ...]:

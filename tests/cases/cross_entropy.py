@@ -144,6 +144,7 @@ ROW = Row(
         case_of((17000, 6), ignore_index=2),  # sums over more rows than one block of a GPU takes
         case_of((300, 33), label_smoothing=0.1),
         case_of((300, 6), reduction="sum"),
+        case_of((33, 256), reduction="none", ignore_index=3),  # the loss alone, of rows within a warp
         # the most rows and columns of a single block, and more than those
         case_of((32, 256), ignore_index=3),
         case_of((32, 100), label_smoothing=0.1),

@@ -8,7 +8,8 @@ an error that names the operator where torch has an answer: it takes less.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -60,11 +61,9 @@ MORE = (
     "mixed dtype (CPU)", "expected scalar type",  # weights of float32 beside 16 bits, on any device
     "Expected weight to be of same shape",  # weights of more axes than are normalized
     "Only zero batch or zero channel inputs",  # images without pixels, which are padded
-    "The shape of the mask",  # classes of uint8 choose weights by their numbers
+    "without overflow", "int too big to convert",  # numbers that 16 bits, or a 64-bit integer, do not hold
 )  # fmt: skip
 """Errors of what torch refuses and ours serves."""
-TOO_LARGE = "int too big to convert", "without overflow"
-"""Errors of integers where ours takes a number."""
 
 # ---------------------------------------------------------------------------------------------------------- what is odd
 
@@ -78,6 +77,11 @@ ODD_ATTRIBUTES = st.sampled_from(
 )  # fmt: skip
 ODD_DTYPES = st.sampled_from([*DTYPES, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64])
 ODD_TENSORS = st.sampled_from([None, 1, 1.0, [1.0], np.ones(3), "x"])
+
+
+def is_no_class(dtype: torch.dtype) -> bool:
+    """Ours takes classes of these, which torch takes for masks, or not at all."""
+    return dtype not in (torch.int32, torch.uint8)
 
 
 def _odd_shape(draw: Draw, call: Call) -> None:
@@ -109,10 +113,7 @@ def check(draw: Draw, name: str) -> None:
     tensors = made(draw, call, dtype, device)
     i = draw(st.integers(0, len(tensors) - 1))
     if odd == "dtype":
-        dtypes = (
-            ODD_DTYPES.filter(lambda d: d != torch.int32) if call.case.classes else ODD_DTYPES
-        )  # ours takes such classes
-        tensors[i] = tensors[i].to(draw(dtypes))
+        tensors[i] = tensors[i].to(draw(ODD_DTYPES if not call.case.classes else ODD_DTYPES.filter(is_no_class)))
     if odd == "device":
         tensors[i] = tensors[i].to(draw(st.sampled_from(["meta", *DEVICES])))
     if odd == "tensor":
@@ -140,58 +141,77 @@ def compare(name: str, call: Call, context: Context, tensors: list[Tensor], odd:
     if odd and out_of_bounds(call, context, operator, tensors):
         attempt(context.apply, operator.ours, tensors)
         return torch.cuda.synchronize()
-    expected, got = (attempt(context.apply, f, tensors) for f in (operator.theirs, operator.ours))
+    with torchs_kernels():
+        expected, got = (attempt(context.apply, f, tensors) for f in (operator.theirs, operator.ours))
     served = not isinstance(got, Exception)
     works = max((t.dtype for t in tensors if t.is_floating_point()), key=lambda d: torch.finfo(d).eps, default=None)
     if isinstance(expected, Exception) and any(text in str(expected) for text in TORCHS_OWN):
         return
-    if served and isinstance(expected, Exception) and any(text in str(expected) for text in MORE):
-        return
     if served and odd == "attribute" and is_no_number_to_torch(expected, call.attrs):
         kinds = OPS[name].attrs
-        attrs = {key: canonical(value, kinds.get(key, "")) for key, value in call.attrs.items()}
+        attrs = {key: canonical(value, kinds[key]) if key in kinds else value for key, value in call.attrs.items()}
         expected = attempt(context.apply, lambda *args: call.theirs(*args, **attrs), tensors)
-    if served and (odd == "dtype" or ("rms_norm" in name and context.name == "dual_level")):
+    if served and isinstance(expected, Exception) and any(text in str(expected) for text in MORE):
+        return
+    if served and (odd == "dtype" or context.name == "dual_level"):
         expected = of_dtypes(got, expected)
-    if served and (is_only_row_ignored(name, call, tensors) or call.attrs.get("eps") is math.inf):
-        return  # ours has NaN of an overflowed variance, as documented
+    if served and (is_only_row_ignored(name, call, tensors) or is_huge(name, call.attrs)):
+        return
     rule = Context(context.name, context.apply, context.refused or bool(odd), works or torch.float64)
     judge(rule, operator, expected, got, magnified=magnitude(tensors))
     if served and not odd:
         lies_as_torchs(name, operator, tensors)
 
 
+@contextmanager
+def torchs_kernels() -> Iterator[None]:
+    """torch runs those that are right. oneDNN's convolutions of bfloat16 in tile registers read memory that nobody
+    wrote, of 4 channels in 2 groups, with a stride of 3. cuDNN's of float32 use TF32."""
+    cuda = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    with torch.backends.mkldnn.flags(enabled=False), cuda:
+        yield
+
+
 def out_of_bounds(call: Call, context: Context, operator: Operator, tensors: list[Tensor]) -> bool:
-    """Whether a class or position is none that there is. On a GPU an assertion of torch's would end the process."""
-    if not call.case.classes or all(t.device.type != "cuda" for t in tensors):
+    """Whether a class, position or length is none that there is, which on a GPU is an assertion of torch's, which ends
+    the process, and NaN of ours. On a CPU both raise."""
+    devices = {t.device.type for t in tensors}
+    if not call.case.classes or "cuda" not in devices or "meta" in devices:
         return False
-    found = attempt(context.apply, operator.theirs, [t.cpu() for t in tensors])
-    return isinstance(found, IndexError) or "out of" in str(found)
+    here = [t.cpu() for t in tensors]
+    theirs, mine = (attempt(context.apply, f, here) for f in (operator.theirs, operator.ours))
+    return isinstance(theirs, IndexError) or "out of" in str(theirs) or isinstance(mine, Exception)
+
+
+def is_huge(name: str, attrs: dict[str, Any]) -> bool:
+    """A number beyond 16 bits. A softcap errs by a part of itself, and a norm's deviation of an eps of inf is NaN, both
+    as documented."""
+    numbers = (value for key, value in attrs.items() if OPS[name].attrs.get(key, "").startswith("float"))
+    return any(isinstance(value, (int, float)) and abs(value) > torch.finfo(torch.float16).max for value in numbers)
 
 
 def is_no_number_to_torch(expected: Any, attrs: dict[str, Any]) -> bool:
     """Ours takes what stands for a number, and an int for one axis. Torch computes with a tensor in its own dtype."""
-    if any(isinstance(value, Tensor) for value in attrs.values()):
-        return True
-    return isinstance(expected, TypeError) or any(text in str(expected) for text in TOO_LARGE)
+    numbers = isinstance(expected, (TypeError, OverflowError))
+    return numbers or any(isinstance(value, Tensor) for value in attrs.values())
 
 
 def canonical(value: Any, kind: str) -> Any:
     kind = kind.removesuffix("?")
     if isinstance(value, complex):
         value = value.real  # an attribute that is compared with a number
-    if isinstance(value, (bool, str, tuple, type(None))):
+    if isinstance(value, (bool, str, tuple, type(None))) or getattr(value, "ndim", 0):
         return value
     if kind == "float" and hasattr(value, "__float__"):
         return float(value)
     if hasattr(value, "__index__") or isinstance(value, float):
         return int(value) if kind == "int" else (int(value),)
-    return float(value) if hasattr(value, "__float__") else value
+    return value
 
 
 def of_dtypes(got: Any, expected: Any) -> Any:
     """What is expected, in the dtypes of what came: of tensors of two dtypes torch's functions make the wider one, and
-    on a GPU its tangents of an rms_norm are of float32; ours has x's."""
+    some of its tangents are wider than their results; ours has x's."""
     if isinstance(expected, (tuple, list)) and isinstance(got, type(expected)) and len(got) == len(expected):
         return type(expected)(map(of_dtypes, got, expected))
     both = isinstance(expected, Tensor) and isinstance(got, Tensor)
@@ -200,9 +220,10 @@ def of_dtypes(got: Any, expected: Any) -> Any:
 
 def is_only_row_ignored(name: str, call: Call, tensors: list[Tensor]) -> bool:
     """The mean of a row without its example is 0 by torch's kernel for a GPU, and NaN by that for a CPU and ours."""
-    if "cross_entropy" not in name or tensors[0].device.type != "cuda" or tensors[-1].numel() != 1:
+    target = tensors[-1]
+    if "cross_entropy" not in name or not tensors[0].is_cuda or target.numel() != 1 or target.is_meta:
         return False
-    return tensors[-1].item() == call.attrs["ignore_index"]
+    return target.item() == call.attrs["ignore_index"]
 
 
 def magnitude(tensors: list[Tensor]) -> float:
@@ -231,6 +252,8 @@ def lies_as_torchs(name: str, operator: Operator, tensors: list[Tensor]) -> None
 def compare_odd_tensor(name: str, call: Call, tensors: list[Any], i: int, given: Any) -> None:
     """An argument that is no tensor is refused, or taken as torch takes it."""
     args = [given if i == j else t for j, t in enumerate(tensors)]
+    if call.case.classes and tensors[0].is_cuda:
+        return  # positions that there are not: out_of_bounds
     expected, got = (attempt(lambda f, args: f(*args, **call.attrs), f, args) for f in (call.theirs, call.ours))
     works = next(t.dtype for t in tensors if t.is_floating_point())
     rule = Context("odd tensor", attempt, True, works)

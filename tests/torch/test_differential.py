@@ -12,6 +12,8 @@ from hypothesis import strategies as st  # noqa: E402
 
 from aotops.ops import OPS  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.has_gradient])  # it draws contexts of those
 @given(data=st.data())

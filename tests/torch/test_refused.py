@@ -128,6 +128,11 @@ def test_a_loss_whose_class_weights_learn(error, words, options):
             loss(X, X, **({"target": TARGET, "class_weight": LEARNED} | renamed))
 
 
+def test_integers_whose_class_weights_learn():
+    with pytest.raises(TypeError, match=f"^cross_entropy: x has dtype int64, {FLOATING}$"):
+        ours.cross_entropy(X.long(), TARGET, weight=LEARNED)
+
+
 def test_a_tensor_that_has_left_its_vmap():
     kept = []
     torch.vmap(lambda x: (kept.append(x), x * 1)[1])(X)
