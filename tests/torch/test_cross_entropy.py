@@ -35,6 +35,16 @@ def scores(where="cpu", dtype=torch.float64, rows=7, classes=6):
     return x, torch.randint(0, classes, (rows,), generator=generator).to(where)
 
 
+def test_numbers_that_are_tensors_where_class_weights_learn():
+    x, target = scores()
+    weight = torch.linspace(0.5, 2, 6, dtype=torch.float64, requires_grad=True)
+    as_tensors = {"label_smoothing": torch.tensor(0.2), "z_loss": torch.tensor(0.5), "softcap": torch.tensor(2)}
+    as_numbers = {key: float(value) for key, value in as_tensors.items()}
+    for loss in (ours.cross_entropy, ours.cross_entropy_lse):
+        y, expected = (loss(x, target, weight=weight, **numbers) for numbers in (as_tensors, as_numbers))
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
 @ON
 @pytest.mark.parametrize("integer", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
