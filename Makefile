@@ -7,8 +7,9 @@
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
 # make soak      every operator and its backward 10,000 times under load, compared to the bit: SOAK='--seconds 60'
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
-# make asan      the CPU entries under ASan and UBSan, for each instruction set that the processor has and with either
-#                kind of threads: a million calls at random each (ASAN_CALLS), then the tests, with hosted operators
+# make asan      the CPU entries under ASan and UBSan, for each instruction set that the processor has and for all that it
+#                has, with either kind of threads: a million calls at random each (ASAN_CALLS), then the tests, with
+#                hosted operators
 # make tsan      the library's own threads under ThreadSanitizer
 # make aarch64   a wheel for aarch64, compiled here, and under qemu a C program's calls and the table's core in Python
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='gelu --quick'
@@ -270,7 +271,8 @@ ASAN_SEED    ?= 1
 # vptr would refuse a host's object, which is of no class of ours (cuda_src/extra.cpp).
 ASAN_FLAGS   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all \
                 -fno-omit-frame-pointer
-# A higher level than the processor's would run as the best that it has.
+# A higher level than the processor's would run as the best that it has. Those named are without what a processor has
+# beside a level, as tile registers.
 ASAN_ISAS    ?= $(filter baseline $(if $(shell grep -w avx2 /proc/cpuinfo),avx2) \
                 $(if $(shell grep -w avx512f /proc/cpuinfo),avx512),$(ISAS))
 ASAN_OBJECTS := $(ASAN)/tvm_ffi_functions.cpp.o $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ASAN_ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
@@ -282,8 +284,9 @@ ASAN_TESTS   := $(addprefix tests/,$(addprefix core/test_,convention.py call.py 
 # The libraries of hosted operators that the tests build have the sanitizers too. AOTOPS_THREADS= is an OpenMP runtime.
 asan: $(VENV)/ready
 	@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN)/libaotops.so $(ASAN)/fuzz_convention
-	set -e; for isa in $(ASAN_ISAS); do for threads in '' own; do \
-	  export OMP_NUM_THREADS=2 AOTOPS_CPU_ISA=$$isa AOTOPS_THREADS=$$threads; echo "$$isa, threads: $${threads:-OpenMP}"; \
+	set -e; for isa in $(ASAN_ISAS) ''; do for threads in '' own; do \
+	  export OMP_NUM_THREADS=2 AOTOPS_CPU_ISA=$$isa AOTOPS_THREADS=$$threads; \
+	  test -n "$$isa" || unset AOTOPS_CPU_ISA; echo "$${isa:-all that it has}, threads: $${threads:-OpenMP}"; \
 	  $(ASAN)/fuzz_convention $(ASAN)/libaotops.so $(ASAN_CALLS) $(ASAN_SEED); \
 	  LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0 AOTOPS_LIBRARY=$(abspath $(ASAN)/libaotops.so) \
 	    AOTOPS_TEST_FRONTENDS=numpy AOTOPS_TEST_CXXFLAGS="$(ASAN_FLAGS)" \

@@ -39,6 +39,7 @@ struct Intervals {
     const double number = i - 0.5;
     return i ? (__builtin_sqrt(slope * slope + 4 * square * number) - slope) / (2 * square) : 0;
   }
+  constexpr double exact_number(double t) const { return (square * t + slope) * t; }
   // In the last bits, which are all that a permutation reads.
   AOT_INLINE Vec<float> number(Vec<float> t) const {
     return (static_cast<float>(square) * t + static_cast<float>(slope)) * t + Constants<float>::kRound;
@@ -100,6 +101,7 @@ struct PiecewiseGelu {
   template <typename T>
   AOT_INLINE static Vec<float> value(Vec<float> x) {
     constexpr int kDegree = kExact<T> ? 7 : 5;
+    static_assert(kRootOfTail<kDegree>.intervals.exact_number(kFar) < 31.499, "in the last interval, however rounded");
     const Vec<float> t = smaller_size(x, kFar);
     const Vec<float> root = kRootOfTail<kDegree>.at(t, kRootOfTail<kDegree>.intervals.number(t));
     return replaced<0x17131122>(x, x) - t * root * root;  // -inf by NaN, other negative numbers by -0
@@ -122,7 +124,7 @@ struct PiecewiseGelu {
   }
 
  private:
-  static constexpr float kFar = 14.4f;
+  static constexpr float kFar = 14.399f;  // the last interval ends at 14.4
   static constexpr int kSquares = 2;
 
   // min(|x|, far), which is far for NaN.
