@@ -67,6 +67,7 @@ def specs_of(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> dict[str, Tenso
 def inferred(
     op: Op, attrs: tuple[Any, ...], specs: tuple[TensorSpec | None, ...], device: str
 ) -> dict[str, TensorSpec]:
+    """``specs_of`` where there are no tensors of these shapes."""
     if is_symbolic(attrs) or is_symbolic([spec.shape for spec in specs if spec]):
         return infer_symbolic(op, attrs, specs, _hint, device)
     return infer(op, op.canonical(attrs), specs, device)
