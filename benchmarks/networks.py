@@ -1,8 +1,8 @@
-"""Training steps of image networks, timm's and a U-Net, as they are and with this library's functions.
+"""Training steps of image networks, timm's and a U-Net: as they are, with ``replace``, and on this library's functions.
 
 A step is forward, backward and torch's fused AdamW, in bfloat16 and channels_last, with weights and images at random.
-In a row of aotops the functions of torch.nn.functional that a network calls are this library's (exchange.py); all else
-is torch's. Each row has a process of its own. With --at-once several compile at the same time, and one after another
+In a row of replace ``replace`` was called with the network, and in one of aotops the functions of torch.nn.functional
+that a network calls are this library's (exchange.py); all else is torch's. Each row has a process of its own. With --at-once several compile at the same time, and one after another
 takes its timed steps. Eager rows come after them, each alone, because the host decides most of them. First losses that
 are further apart than bfloat16's rounding are a failure.
 
@@ -34,13 +34,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aotops.bench.turns import Turns
+from aotops.frontends.torch import replace
 
 from . import replaced
 from .exchange import exchanged
 from .models import kernels
 from .models.torch_train import Clock
 
-IMPLS = ("torch", "aotops", "torch.compile", "aotops.compile")
+IMPLS = ("torch", "replace", "aotops", "torch.compile", "replace.compile", "aotops.compile")
 PREPARED, WARM_UP, STEPS, PROFILED = 2, 5, 20, 3
 LISTED = 10  # kernels of a row
 ROUNDING = 2.0**-7  # the largest distance, of a number, to its neighbour in bfloat16
@@ -136,6 +137,8 @@ def measure(name: str, impl: str, tiny: bool, turns: Turns) -> Row:
     """A row, in this process."""
     clock = Clock("cuda" if torch.cuda.is_available() else "cpu")
     model, loss_of = build(name, tiny, "cuda" if clock.cuda else "cpu")
+    if impl.startswith("replace"):
+        replace(model)
     run = torch.compile(loss_of) if impl.endswith("compile") else loss_of
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     losses: list[Tensor] = []
@@ -225,17 +228,20 @@ def page(text: str) -> str:
 def table(record: dict[str, Any]) -> str:
     found = {(row["network"], row["impl"]): row for row in record["rows"]}
     lines = [
-        "ms of a step, ms in which its kernels run, GiB at the peak; the last column is `aotops.compile` over",
-        "`torch.compile`. An empty cell was not measured.",
+        "ms of a step, ms in which its kernels run, GiB at the peak; the last columns are `replace` over `torch`, and",
+        "`aotops.compile` over `torch.compile`. An empty cell was not measured.",
         "",
-        f"| network | images | {' | '.join(f'`{impl}`' for impl in IMPLS)} | compiled |",
-        "|---|" + "--:|" * (len(IMPLS) + 2),
+        f"| network | images | {' | '.join(f'`{impl}`' for impl in IMPLS)} | eager | compiled |",
+        "|---|" + "--:|" * (len(IMPLS) + 3),
     ]
     for name, network in NETWORKS.items():
-        rows = [found.get((name, impl)) for impl in IMPLS]
-        cells = [[row["ms"], row["kernels"]["busy_ms"], row["peak_gib"]] if row else [] for row in rows]
-        ratios = [f"{ours / theirs:.2f}" for theirs, ours in zip(*cells[2:], strict=False)]
-        texts = [", ".join(f"{number:.1f}" for number in cell) for cell in cells] + [", ".join(ratios)]
+        rows = {impl: found.get((name, impl)) for impl in IMPLS}
+        cells = {
+            impl: [row["ms"], row["kernels"]["busy_ms"], row["peak_gib"]] if row else [] for impl, row in rows.items()
+        }
+        texts = [", ".join(f"{number:.1f}" for number in cell) for cell in cells.values()]
+        for theirs, ours in (("torch", "replace"), ("torch.compile", "aotops.compile")):
+            texts.append(", ".join(f"{b / a:.2f}" for a, b in zip(cells[theirs], cells[ours], strict=False)))
         if any(texts):
             lines.append(f"| {network.title} | {network.batch} | {' | '.join(texts)} |")
     return "\n".join([*lines, "", replaced.measured(record), ""])

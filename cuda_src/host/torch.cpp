@@ -111,9 +111,9 @@ struct Module {
   Public *function;
   void *type;                   // its class
   char sources[2 * kMaxSlots];  // what each argument is: "x", the call's; "r", the call's second, like x; "p", a
-                                // parameter; "a", an attribute of the instance; "n", the size of x's last axis; "c", a
-                                // constant
-  void *values[2 * kMaxSlots];  // the name of each, or the constant
+                                // parameter; "a", an attribute of the instance; "n", the size of x's last axis; "f",
+                                // what a function of no arguments returns; "c", a constant
+  void *values[2 * kMaxSlots];  // the name of each, the function or the constant
   bool widens;                  // 32-bit parameters serve an x of 16 bits; else their dtype is x's
   bool wide_in_autocast;        // autocast has an x of 16 bits computed in 32
   bool reads_contiguous;        // an x that is not contiguous is the original's
@@ -123,6 +123,8 @@ struct Module {
                                 // served, which is there alone; else 0
   int64_t uneven_weight;        // elements of a weight from which on sizes that are no multiples of 8 are served
   int64_t fewest_rows;          // of x in a product that is served
+  int image_bits;               // of a function of images, the most of an element of x where one of several pixels is
+                                // served, which is there alone; else 0
   void *held_name, *held;       // an attribute of the instance that must be this object; null: none
   int64_t last_size;            // of x's last axis, in the last call, and the int; owned. The GIL guards both: without
   void *last_int;               // it Python's tensors are not read here (aotops/call.py)
@@ -702,14 +704,18 @@ void *parameter_of(void *own, void *name) {
   return found;
 }
 
-// Whether a parameter is a plain tensor of a dtype that m says beside that of x, or absent.
+bool is_float(const DLTensor &t, int bits) { return (t.code == 2 || t.code == 4) && t.bits <= bits; }
+
+// Whether a parameter is a plain tensor of a dtype that m says beside that of x, or absent. Autocast gives those of a
+// function of images one dtype.
 bool is_parameter(const Module &m, const DLTensor &x, void *object) {
   DLTensor t;
   if (object == python.none) return true;
   if (!is_plain(object)) return false;
   if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
-  const bool is_float32 = t.code == 2 && t.bits == 32;
-  return (t.code == x.code && t.bits == x.bits) || (m.widens && is_float32 && x.bits == 16);
+  if (t.code == x.code && t.bits == x.bits) return true;
+  if (m.image_bits) return is_float(x, 32) && is_float(t, 32) && !gate.plain_thread(false);
+  return m.widens && t.code == 2 && t.bits == 32 && x.bits == 16;
 }
 
 // Whether it is a plain tensor of the dtype and shape of x that a backward may keep.
@@ -723,7 +729,7 @@ bool is_like(const DLTensor &x, void *object) {
 // Whether x has the dtype and the rows of a product that is served.
 bool is_large_enough(const Module &m, const DLTensor &x) {
   const int64_t columns = std::max<int64_t>(x.shape[x.ndim - 1], 1);
-  return (x.code == 2 || x.code == 4) && x.bits <= m.product_bits && Layout(x).size / columns >= m.fewest_rows;
+  return is_float(x, m.product_bits) && Layout(x).size / columns >= m.fewest_rows;
 }
 
 // The arguments of the function in a call of a module. `kept` owns them, because another thread may exchange a
@@ -752,6 +758,11 @@ bool module_arguments(Module &m, void *self, void *given, void *second, void **a
       case 'n':
         argument = last_size(m, x);
         break;
+      case 'f':
+        argument = PyObject_VectorcallDict(m.values[i], nullptr, 0, nullptr);
+        if (!argument) return PyErr_Clear(), false;
+        kept.keep(Ref(argument));
+        continue;
       case 'a':
         argument = PyDict_GetItemWithError(own, m.values[i]);
         if (argument == python.none && x.bits == 16) return false;  // torch's epsilon is that of the dtype
@@ -796,13 +807,19 @@ bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
          !is_in_training(self);
 }
 
+// Whether a call of a function of images is the original's.
+bool is_originals_image(const Module &m, const DLTensor &x) {
+  return x.device_type != m.device || x.ndim != 4 || x.bits > m.image_bits || x.shape[2] * x.shape[3] == 1;
+}
+
 // Whether the original's forward serves a call without further questions. What decides is the same with and without a
 // gradient recorded: a checkpoint computes a forward twice.
 bool is_originals(const Module &m, void *self, void *given) {
   DLTensor x;
-  if (!(m.reads_contiguous || m.elements || m.wide_in_autocast) || type_of(self) != m.type || !is_plain(given))
-    return false;
+  const bool asks = m.reads_contiguous || m.elements || m.wide_in_autocast || m.image_bits;
+  if (!asks || type_of(self) != m.type || !is_plain(given)) return false;
   if (torch.exchange->read(given, &x)) return PyErr_Clear(), false;
+  if (m.image_bits) return is_originals_image(m, x);
   if (m.product_bits) return is_originals_product(m, self, x);
   if (m.wide_in_autocast && x.bits == 16 && gate.plain_thread(true) && !gate.plain_thread(false)) return true;
   const Layout layout(x);
@@ -950,7 +967,7 @@ AOT_API int aot_torch_install_call(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 18" +
+      "version 19" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -964,7 +981,8 @@ AOT_API const char *aot_torch_structs() {
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
                    constants, most_bound, clock, bind, bound, last_attrs, last, record, fallback) +
       AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, device,
-                   elements, rows, product_bits, uneven_weight, fewest_rows, held_name, held, last_size, last_int) +
+                   elements, rows, product_bits, uneven_weight, fewest_rows, image_bits, held_name, held, last_size,
+                   last_int) +
       AOT_DESCRIBE(ModuleCall, module, original, ways, forward, replaced, hooks);
   return text.c_str();
 }

@@ -95,13 +95,14 @@ def places_of(reference: Any, steps: list[tuple[str, Any]]) -> set[int]:
 
 
 def _called_alike(function: Any) -> tuple[list[dis.Instruction], dict[int, int]]:
-    """The instructions, and their numbers by their offsets, without PUSH_NULL: whether there is one, and LOAD_ATTR
-    instead of LOAD_METHOD, depends on where the name of a method's object was imported."""
+    """The instructions, and their numbers by their offsets, without NOP, which a string that stands alone leaves, and
+    PUSH_NULL: whether there is one, and LOAD_ATTR instead of LOAD_METHOD, depends on where the name of a method's
+    object was imported."""
     steps: list[dis.Instruction] = []
     places = {}
     for step in dis.get_instructions(function):
         places[step.offset] = len(steps)
-        if step.opname != "PUSH_NULL":
+        if step.opname not in ("NOP", "PUSH_NULL"):
             steps.append(step)
     return steps, places
 

@@ -13,6 +13,7 @@ from ctypes import addressof, c_void_p
 from inspect import signature
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn import functional
 
@@ -170,9 +171,18 @@ def _matrix(names: Names, **_: Any) -> _Sources:
     return {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}, PRODUCT
 
 
+def _conv2d(names: Names, **_: Any) -> _Sources:
+    options = {name: ("a", name) for name in ("stride", "padding", "dilation", "groups")}
+    tf32: Source = ("f", torch._C._get_cudnn_allow_tf32)
+    held = {"held_name": "padding_mode", "held": sys.intern("zeros")}
+    affine: dict[str, Source] = {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}
+    return affine | options | {"allow_tf32": tf32}, {"device": CUDA, "image_bits": 32, **held}
+
+
 _FORMS: dict[str, Callable[..., _Sources]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "gelu": _gelu,
     "matrix": _matrix,
+    "conv2d": _conv2d,
 }

@@ -69,7 +69,7 @@ def _forward(original: type[nn.Module]) -> Any:
     serve = serve_of(form, names)
     if form.kind == "linear_cross_entropy":
         return _of_a_model(serve, theirs)
-    if form.kind == "add_norm":
+    if form.kind in ("add_norm", "batch_norm"):
         return _of_layers(serve, theirs)
     return _of_a_layer(serve, theirs, form.kind in FUSED, form.kind == "matrix")
 
@@ -98,10 +98,15 @@ def _is_served(module: nn.Module, x: Tensor) -> bool:
 
 
 def _of_layers(serve, theirs):
+    """In compiled code the original: torch's compiler fuses sums and batch norms with their neighbours by itself."""
+
     @functools.wraps(theirs)
     def forward(self, *args, **kwargs):
-        is_plain = args and isinstance(args[0], Tensor) and not is_compiling()
-        return (serve if is_plain else theirs)(self, *args, **kwargs)
+        if args and isinstance(args[0], Tensor) and not is_compiling():
+            result = serve(self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return theirs(self, *args, **kwargs)
 
     return forward
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from . import replaced_heads, replaced_layers, replaced_products
+from . import replaced_heads, replaced_images, replaced_layers, replaced_products
 from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
 from .replaced_children import child, is_bare, parameter
@@ -136,8 +136,7 @@ def _which(module: Any, names: Names, activation: str | None = None, torchs: Any
     return gelu_of(getattr(module, names["FUNCTION"])) if "FUNCTION" in names else activation
 
 
-_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
-_OTHERS = {nn.SiLU: "silu", nn.ReLU: "relu"}
+_GELUS, _OTHERS = {"none": "gelu", "tanh": "gelu_tanh"}, {nn.SiLU: "silu", nn.ReLU: "relu"}
 
 
 def _gelu_refusal(module: Any, form: Form, names: Names) -> str | None:
@@ -265,8 +264,9 @@ _SERVES: dict[str, Callable[..., Serve]] = {
     "matrix": replaced_products.alone,
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
-    "conv2d": replaced_products.conv2d,
+    "conv2d": replaced_images.conv2d,
     "add_norm": partial(replaced_layers.add_norm, _activated),
+    "batch_norm": partial(replaced_images.batch_norm, _activation),
     "linear_cross_entropy": partial(replaced_heads.causal_lm, _matrix),
 }
 
@@ -289,7 +289,8 @@ _CHECKS: dict[str, Callable[[Any, Form, Names], str | None]] = {
     "gelu": _gelu_refusal,
     "swiglu": _swiglu_refusal,
     "linear": _linear_refusal,
-    "conv2d": replaced_products.conv2d_refusal,
+    "conv2d": replaced_images.conv2d_refusal,
+    "batch_norm": replaced_images.batch_norm_refusal,
     "add_norm": replaced_layers.refusal,
     "linear_cross_entropy": replaced_heads.refusal,
     "silu": _says("no operator computes it alone"),

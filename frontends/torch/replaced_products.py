@@ -72,24 +72,3 @@ def alone_refusal(module: Any, form: Form, names: Names) -> str:
     if _is_uneven(weight) or (is_even and READS_TENSORS and weight.is_cuda and weight.element_size() == 2):
         return ""
     return ALIKE
-
-
-def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
-    def serve(self, x):
-        dtype = product_dtype(x, self.weight)
-        tf32 = torch.backends.cudnn.allow_tf32
-        if dtype is None or not x.is_cuda or x.dim() != 4 or not (dtype.itemsize == 2 or tf32):
-            return NotImplemented
-        options = self.stride, self.padding, self.dilation, self.groups
-        return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=tf32)
-
-    return serve
-
-
-def conv2d_refusal(module: Any, form: Form, names: Names) -> str:
-    """cuDNN takes 5 times as long for the 3 channels of a ResNet's images (CHANGELOG.md), and for others 0.8 to 1.1
-    times (docs/performance.md); for a pixel, as in a squeeze and excitation, 0.25 to 0.5 (docs/lab_notes.md)."""
-    is_window = max(module.kernel_size) > 1
-    if module.padding_mode == "zeros" and module.groups == 1 and module.in_channels <= 8 and is_window:
-        return ""
-    return "torch's is as fast: expected up to 8 input channels, more than one pixel, no groups, padding with zeros"

@@ -108,7 +108,8 @@ def replace(
     Args:
         model: on any device, in any dtype, training or not.
         only: the kinds to replace: "layer_norm", "rms_norm", "gelu", "swiglu", "linear" (with the activation after it),
-            "softmax", "cross_entropy", "conv2d", "add_norm" (a residual's sum and the norm of it), "rope" and "mask".
+            "softmax", "cross_entropy", "conv2d", "batch_norm" (with the residual and the ReLU after it), "add_norm" (a
+            residual's sum and the norm of it), "rope" and "mask".
             Default: all.
         without: kinds to leave.
         also: kinds that are replaced only where they are asked for. "linear_cross_entropy": the head of a model for
@@ -212,11 +213,14 @@ def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]
         return None, ""
     form, names = found
     kind = operator_of(form)
+    is_lazy = any(map(nn.parameter.is_lazy, module.parameters(recurse=False)))
+    refused = "" if is_lazy else refusal(module, form, names)
+    if refused is None:
+        return None, ""
     if any(map(nn.parameter.is_lazy, module.parameters())):  # torch gives it another class then
         return None, _about(kind, "its parameters are made at its first call: replace it after that")
-    refused = refusal(module, form, names)
-    if refused is None or refused:
-        return None, _about(kind, refused or "")
+    if refused:
+        return None, _about(kind, refused)
     reason = _own_ways(module, form.methods) or _unselected(kind, kinds)
     if not reason and kind == "linear_cross_entropy" and "cross_entropy" not in kinds:
         reason = "" if loss_for(module)[0] in LOSSES else "its loss is not selected"

@@ -154,11 +154,12 @@ def test_what_is_not_taken_is_torchs():
 
 def test_command(tmp_path):
     file = tmp_path / "rows.json"
-    networks.main(["--tiny", "--impls", "torch,aotops", "--at-once", "2", "--json", str(file)])
+    networks.main(["--tiny", "--impls", "torch,replace,aotops", "--at-once", "2", "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["network"], row["impl"]) for row in rows] == [("unet", "torch"), ("unet", "aotops")]
-    theirs, ours = (row["losses"] for row in rows)
+    assert [(row["network"], row["impl"]) for row in rows] == [("unet", i) for i in ("torch", "replace", "aotops")]
+    theirs, replaced, ours = (row["losses"] for row in rows)
     assert ours == pytest.approx(theirs, abs=2e-3)
+    assert replaced == pytest.approx(theirs, abs=2e-3)
     assert theirs[-1] < theirs[0] - 0.1
     assert min(row[key] for row in rows for key in ("ms", "host_ms")) > 0
     networks.main(["--tiny", "--within", "0", "--json", str(tmp_path / "none.json")])
@@ -195,7 +196,7 @@ def test_the_page_has_the_table_of_the_record(tmp_path, monkeypatch):
     rows.append({"network": "swin", "impl": "aotops.compile"} | figures | {"ms": 15.0})
     record = {"device": "a GPU", "date": "then", "versions": {"torch": "2"}, "rows": rows}
     networks.RESULTS.write_text(json.dumps(record))
-    line = "| Swin-T | 64 |  |  | 30.0, 20.0, 2.5 | 15.0, 20.0, 2.5 | 0.50, 1.00, 1.00 |"
+    line = "| Swin-T | 64 |  |  |  | 30.0, 20.0, 2.5 |  | 15.0, 20.0, 2.5 |  | 0.50, 1.00, 1.00 |"
     assert f"\n{line}\n\na GPU, torch 2, then.\n<!-- end -->" in networks.page(text)
 
 

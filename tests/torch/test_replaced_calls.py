@@ -70,7 +70,13 @@ MODULES = {
     "GELU": lambda: nn.GELU("tanh"),
     "Mlp": lambda: Mlp(8),
 }
-EVERY = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+IN_PYTHON = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(3),
+    "BatchNorm1d without running statistics": lambda: nn.BatchNorm1d(3, affine=False, track_running_stats=False),
+    "BatchNorm1d and ReLU": lambda: nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()),
+}
+EVERY = pytest.mark.parametrize("make", [*MODULES.values(), *IN_PYTHON.values()], ids=[*MODULES, *IN_PYTHON])
+ROWS = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)  # of the last axis, in any mode
 
 
 def pair(make, where="cpu", dtype=torch.float64):
@@ -110,7 +116,7 @@ def compare(
 
 
 @plain_calls
-@EVERY
+@ROWS
 def test_a_plain_call_is_served_in_c(make, monkeypatch):
     _, mine = pair(make)
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
@@ -135,7 +141,7 @@ def test_results_and_gradients(make, where, dtype):
 
 
 @ON
-@EVERY
+@ROWS
 def test_modes(make, where):
     theirs, mine = pair(make, where, torch.float32)
     alike = functools.partial(compare, theirs, mine, where=where, dtype=torch.float32)
@@ -311,7 +317,7 @@ def test_products_alone_on_a_gpu():
         assert record.rows[0].reason == replaced_products.ALIKE
 
 
-@EVERY
+@ROWS
 def test_transforms_and_double_backward(make):
     theirs, mine = pair(make)
     x, t = torch.randn(2, 2, 3, 8, dtype=torch.float64)
@@ -342,7 +348,7 @@ class Double(nn.Module):
 def shadow(module):
     """An attribute comes before a parameter of its name."""
     if module._parameters.get("weight") is not None:
-        module.__dict__["weight"] = torch.full((8,), 3.0, dtype=torch.float64)
+        module.__dict__["weight"] = torch.full_like(module.weight, 3.0)
 
 
 def exchange(module):
@@ -570,6 +576,8 @@ def test_other_ways_of_calls_are_seen(make, monkeypatch):
     theirs, mine = pair(make)
     if isinstance(mine, Mlp):
         mine, theirs = mine.act, theirs.act
+    if isinstance(mine, nn.Sequential):
+        mine, theirs = mine[0], theirs[0]
     ways = nn.Module._wrapped_call_impl, nn.Module._call_impl
     for name, way in zip(("__call__", "_call_impl"), ways, strict=True):
         for cls in (nn.Module, type(theirs)):
@@ -661,7 +669,7 @@ def test_a_weight_of_anothers_class_is_the_originals(make):
     torch.testing.assert_close(mine(x), theirs(x), rtol=1e-6, atol=1e-6)
 
 
-@EVERY
+@ROWS
 def test_tensors_of_more_axes_than_the_library_takes(make):
     theirs, mine = pair(make)
     x = torch.randn(*[1] * 39, 3, 8, dtype=torch.float64)

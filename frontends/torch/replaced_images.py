@@ -1,0 +1,193 @@
+"""The forwards of modules of networks of images, as those of replaced_forwards.py: convolutions, batch norms by the
+statistics of their input, and what follows these in one operator: a residual's sum and a ReLU.
+
+A norm and what follows are apart where one of them has hooks, or was exchanged by what is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import (
+    batch_norms,
+    known_images,  # noqa: F401  its forms
+)
+from . import functional as F
+from .bytecode import Form, Names
+from .known_modules import ORIGINAL, form_of
+from .replaced_children import child, is_bare
+from .replaced_dtypes import product_dtype
+from .tensors import is_compiling, is_known
+
+Activation = Callable[[nn.Module], str | None]
+"""The activation that a call of a module is; None if it is another thing, or has hooks."""
+
+# -------------------------------------------------------------------------------------------------------- convolutions
+
+
+def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
+    def serve(self, x):
+        dtype = product_dtype(x, self.weight)
+        is_image = x.is_cuda and x.dim() == 4 and x.is_floating_point()
+        if not is_image or dtype is None or dtype.itemsize > 4 or self.padding_mode != "zeros":
+            return NotImplemented
+        if not is_compiling() and x.shape[2] * x.shape[3] == 1:
+            return NotImplemented
+        options = self.stride, self.padding, self.dilation, self.groups
+        return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
+
+    return serve
+
+
+def conv2d_refusal(module: Any, form: Form, names: Names) -> str:
+    return "" if module.padding_mode == "zeros" else f"its padding_mode is {module.padding_mode!r}, expected 'zeros'"
+
+
+# --------------------------------------------------------------------------------------------------------- batch norms
+
+
+def batch_norm(activation: Activation, names: Names, torchs: Any = None, layer: str = "") -> Callable[..., Any]:
+    if layer:
+        return partial(_LAYERS[layer], activation, names)
+    return partial(_sequence, activation) if torchs is nn.Sequential else _batch_norm
+
+
+def batch_norm_refusal(module: Any, form: Form, names: Names) -> str | None:
+    """None where no batch norm is followed by a ReLU."""
+    if form.options.get("torchs") is nn.Sequential:
+        children = [*module.children()]
+        return "" if any(map(_are_known, children, children[1:])) else None
+    norms = [getattr(module, name) for key, name in names.items() if key.startswith("NORM")]
+    return "" if all(map(_is_batch_norm, norms)) else None
+
+
+def _is_batch_norm(module: Any) -> bool:
+    cls = type(module)
+    if cls not in _ARE_NORMS:
+        found = form_of(getattr(cls, ORIGINAL, cls)) if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
+        _ARE_NORMS[cls] = found is not None and found[0].kind == "batch_norm" and "torchs" in found[0].options
+    return _ARE_NORMS[cls]
+
+
+_ARE_NORMS: dict[type, bool] = {}
+
+
+def _are_known(norm: Any, relu: Any) -> bool:
+    return _is_batch_norm(norm) and isinstance(relu, nn.ReLU)
+
+
+def _is_taken(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the library computes a call of a batch norm: on a CPU in float32 and float64, where it is faster."""
+    given = [t for t in (x, weight, bias) if t is not None]
+    if not is_known(*given) or not x.is_floating_point() or not (x.is_cuda or x.element_size() > 2):
+        return False
+    dtype = x.dtype if weight is None else weight.dtype
+    is_wide = dtype is torch.float32 and x.element_size() == 2
+    return (dtype is x.dtype or is_wide) and (bias is None or bias.dtype is dtype)
+
+
+def _batch_norm(self: Any, x: Tensor) -> Any:
+    return _normalized(self, x, None, False)
+
+
+def _normalized(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Any:
+    state = batch_norms.state_of(norm)
+    if not _is_taken(x, *state[:2]):
+        return NotImplemented
+    norm._check_input_dim(x)
+    y = batch_norms.normalized(norm, state, x, residual, relu)
+    return NotImplemented if y is None else y
+
+
+def _activated(activation: Activation, names: Names, self: Any, /, x: Tensor) -> Any:
+    if x.dim() != 4:
+        return NotImplemented
+    drop, act = child(self, names["DROPOUT"]), child(self, names["ACT"])
+    relu = activation(act) == "relu" and _is_nothing(drop)
+    y = _normalized(self, x, None, relu)
+    return y if relu or y is NotImplemented else act(drop(y))
+
+
+def _together(activation: Activation, norm: Any, relu: Any, x: Any, residual: Any = None) -> Any:
+    """``relu(norm(x) + residual)`` as one operator; NotImplemented where that is not the same."""
+    if not _are_known(norm, relu) or not is_bare(norm) or activation(relu) != "relu" or not isinstance(x, Tensor):
+        return NotImplemented
+    if residual is not None:
+        is_like = isinstance(residual, Tensor) and residual.dtype is x.dtype and residual.shape == x.shape
+        if not is_like or residual.is_cuda is not x.is_cuda or not is_known(residual):
+            return NotImplemented
+    return _normalized(norm, x, residual, True)
+
+
+def _in_turn(activation: Activation, modules: Iterable[Any], x: Any) -> Any:
+    """The modules one after another, a batch norm and a ReLU after it together."""
+    left = [each for each in modules if not _is_nothing(each)]
+    while left:
+        y = _together(activation, left[0], left[1], x) if len(left) > 1 else NotImplemented
+        x, left = (left[0](x), left[1:]) if y is NotImplemented else (y, left[2:])
+    return x
+
+
+def _is_nothing(module: Any) -> bool:
+    return type(module) is nn.Identity and is_bare(module)
+
+
+def _sum_and_relu(activation: Activation, norm: Any, relu: Any, x: Any, residual: Any) -> Any:
+    y = _together(activation, norm, relu, x, residual)
+    if y is NotImplemented:
+        y = norm(x)
+        y += residual
+        y = relu(y)
+    return y
+
+
+def _sequence(activation: Activation, self: Any, /, input: Any) -> Any:
+    return _in_turn(activation, self._modules.values(), input)
+
+
+def _of(module: Any, names: Names, keys: str) -> list[Any]:
+    return [child(module, names[key]) for key in keys.split()]
+
+
+def _shortcut(module: Any, names: Names, x: Any) -> Any:
+    shortcut = child(module, names["SHORTCUT"])
+    return x if shortcut is None else shortcut(x)
+
+
+def _basic(activation: Activation, names: Names, self: Any, /, x: Any) -> Any:
+    norm, act = _of(self, names, "NORM_2 ACT")
+    y = _in_turn(activation, _of(self, names, "CONV NORM ACT CONV_2"), x)
+    return _sum_and_relu(activation, norm, act, y, _shortcut(self, names, x))
+
+
+def _bottleneck(activation: Activation, names: Names, self: Any, /, x: Any) -> Any:
+    norm, act = _of(self, names, "NORM_3 ACT")
+    y = _in_turn(activation, _of(self, names, "CONV NORM ACT CONV_2 NORM_2 ACT CONV_3"), x)
+    return _sum_and_relu(activation, norm, act, y, _shortcut(self, names, x))
+
+
+def _timm_block(before: str, norm: str, act: str, activation: Activation, names: Names, self: Any, /, x: Any) -> Any:
+    """``before``: what comes before the last norm. A gate or a path after it stands between it and the sum."""
+    y = _in_turn(activation, _of(self, names, before), x)
+    last, relu, gate, path = _of(self, names, f"{norm} {act} GATE PATH")
+    if gate is None and path is None:
+        return _sum_and_relu(activation, last, relu, y, _shortcut(self, names, x))
+    y = last(y)
+    for each in (gate, path):
+        y = y if each is None else each(y)
+    y += _shortcut(self, names, x)
+    return relu(y)
+
+
+_LAYERS: dict[str, Callable[..., Any]] = {
+    "activated": _activated,
+    "basic": _basic,
+    "bottleneck": _bottleneck,
+    "timm_basic": partial(_timm_block, "CONV NORM DROPOUT ACT BLUR CONV_2", "NORM_2", "ACT_2"),
+    "timm_bottleneck": partial(_timm_block, "CONV NORM ACT CONV_2 NORM_2 DROPOUT ACT_2 BLUR CONV_3", "NORM_3", "ACT_3"),
+}
