@@ -2,9 +2,10 @@
 
 A step is forward, backward and torch's fused AdamW, in bfloat16 and channels_last, with weights and images at random.
 In a row of replace ``replace`` was called with the network, and in one of aotops the functions of torch.nn.functional
-that a network calls are this library's (exchange.py); all else is torch's. Each row has a process of its own. With --at-once several compile at the same time, and one after another
-takes its timed steps. Eager rows come after them, each alone, because the host decides most of them. First losses that
-are further apart than bfloat16's rounding are a failure.
+that a network calls are this library's (exchange.py); all else is torch's. Each row has a process of its own. With
+--at-once several compile at the same time, and one after another takes its timed steps. Eager rows come after them,
+each alone, because the host decides most of them. First losses that are further apart than bfloat16's rounding are a
+failure.
 
     python -m benchmarks.networks --at-once 6               # all, into results/networks_h200.json
     python -m benchmarks.networks unet resnext --impls torch.compile,aotops.compile --json -

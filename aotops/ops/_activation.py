@@ -6,21 +6,25 @@ from math import pi, sqrt
 
 
 def activated(m, x, activation):
-    """``activation``: None, "relu", "gelu", "gelu_tanh" or "silu"."""
+    """``activation``: None, "relu", "gelu", "gelu_tanh", "silu" or "hardswish"."""
     if activation is None:
         return x
     if activation == "relu":
         return m.where(x > 0, x, m.zeros(x))
+    if activation == "hardswish":
+        return m.where(x <= -3, m.zeros(x), m.where(x < 3, x * (x * (1 / 6) + 0.5), x))
     return x * (m.sigmoid(x) if activation == "silu" else gelu_gate(m, x, activation == "gelu_tanh"))
 
 
 def slope(m, x, activation):
-    """The derivative of ``activated``. That of relu at 0 is 0."""
+    """The derivative of ``activated``. That of relu at 0 is 0; of hardswish 0 at -3 and 1 at 3."""
     if activation == "relu":
         return m.where(x > 0, m.zeros(x) + 1, m.zeros(x))
     if activation == "silu":
         gate = m.sigmoid(x)
         return gate * (1 + x * (1 - gate))
+    if activation == "hardswish":
+        return m.where(x <= -3, m.zeros(x), m.where(x < 3, x * (1 / 3) + 0.5, m.zeros(x) + 1))
     return gelu_gate(m, x, activation == "gelu_tanh") + x * _gelu_gate_slope(m, x, activation == "gelu_tanh")
 
 

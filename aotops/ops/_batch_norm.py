@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from . import _activation
+
 
 def channels(call):
     """(C,)"""
@@ -66,6 +68,27 @@ def _scaled(m, x, mean, var, weight, bias, eps, axis):
     y = y if weight is None else y * _spread(m, m.wide(weight), x, axis)
     y = y if bias is None else y + _spread(m, m.wide(bias), x, axis)
     return y, m.reshape(mean, (x.shape[axis],)), m.reshape(var, (x.shape[axis],))
+
+
+def activated(m, z, activation):
+    """``_activation.activated``, of which a ReLU keeps NaN."""
+    return m.where(z <= 0, m.zeros(z), z) if activation == "relu" else _activation.activated(m, z, activation)
+
+
+def activation_gradient(m, dy, z, activation):
+    """dy f'(z). ``z``: a function of no arguments that computes it."""
+    if activation is None:
+        return dy
+    z = z()
+    if activation == "relu":
+        return m.where(z <= 0, m.zeros(dy), dy)
+    return dy * _activation.slope(m, z, activation)
+
+
+def z_of_statistics(m, x, weight, bias, mean, var, eps, axis):
+    """The input of the activation, by the forward's mean and var."""
+    centred, spread = x - _spread(m, mean, x, axis), _spread(m, var, x, axis)
+    return _scaled(m, centred, spread, spread, weight, bias, eps, axis)[0]
 
 
 def gradients(m, g, dmean, dvar, x, weight, eps, axis):

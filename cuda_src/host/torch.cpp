@@ -125,6 +125,7 @@ struct Module {
   int64_t fewest_rows;          // of x in a product that is served
   int image_bits;               // of a function of images, the most of an element of x where one of several pixels is
                                 // served, which is there alone; else 0
+  int64_t few_channels;         // of such an image: up to so many are served wherever others are
   void *held_name, *held;       // an attribute of the instance that must be this object; null: none
   int64_t last_size;            // of x's last axis, in the last call, and the int; owned. The GIL guards both: without
   void *last_int;               // it Python's tensors are not read here (aotops/call.py)
@@ -807,9 +808,18 @@ bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
          !is_in_training(self);
 }
 
-// Whether a call of a function of images is the original's.
-bool is_originals_image(const Module &m, const DLTensor &x) {
-  return x.device_type != m.device || x.ndim != 4 || x.bits > m.image_bits || x.shape[2] * x.shape[3] == 1;
+// Whether a call of a function of images is the original's. In NCHW torch's convolutions of 16 bits take as long, but
+// for those of few channels and of groups; under autocast torch casts a weight once, and calls here cost the host more.
+bool is_originals_image(const Module &m, void *self, const DLTensor &x) {
+  static void *const groups = PyUnicode_InternFromString("groups");
+  if (x.device_type != m.device || x.ndim != 4 || x.bits > m.image_bits || x.shape[2] * x.shape[3] == 1) return true;
+  if (x.shape[1] <= m.few_channels) return false;
+  const bool autocasts = !gate.plain_thread(false);
+  if (!autocasts && (x.bits > 16 || !Layout(x).contiguous)) return false;
+  Ref own = PyObject_GenericGetDict(self, nullptr);
+  void *const found = own ? PyDict_GetItemWithError(own, groups) : nullptr;
+  const bool is_one = found && PyLong_AsLong(found) == 1;
+  return PyErr_Clear(), is_one;
 }
 
 // Whether the original's forward serves a call without further questions. What decides is the same with and without a
@@ -819,7 +829,7 @@ bool is_originals(const Module &m, void *self, void *given) {
   const bool asks = m.reads_contiguous || m.elements || m.wide_in_autocast || m.image_bits;
   if (!asks || type_of(self) != m.type || !is_plain(given)) return false;
   if (torch.exchange->read(given, &x)) return PyErr_Clear(), false;
-  if (m.image_bits) return is_originals_image(m, x);
+  if (m.image_bits) return is_originals_image(m, self, x);
   if (m.product_bits) return is_originals_product(m, self, x);
   if (m.wide_in_autocast && x.bits == 16 && gate.plain_thread(true) && !gate.plain_thread(false)) return true;
   const Layout layout(x);
@@ -967,7 +977,7 @@ AOT_API int aot_torch_install_call(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 19" +
+      "version 20" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -981,8 +991,8 @@ AOT_API const char *aot_torch_structs() {
                    transposes, kinds, images, layout, most_axes, first_layout, last_layout, copies, channels_last, cast,
                    constants, most_bound, clock, bind, bound, last_attrs, last, record, fallback) +
       AOT_DESCRIBE(Module, function, type, sources, values, widens, wide_in_autocast, reads_contiguous, device,
-                   elements, rows, product_bits, uneven_weight, fewest_rows, image_bits, held_name, held, last_size,
-                   last_int) +
+                   elements, rows, product_bits, uneven_weight, fewest_rows, image_bits, few_channels, held_name, held,
+                   last_size, last_int) +
       AOT_DESCRIBE(ModuleCall, module, original, ways, forward, replaced, hooks);
   return text.c_str();
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from . import functional as F
 from . import running
@@ -15,7 +16,7 @@ _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
 
 def normalized(
-    module: Any, state: tuple[Any, ...], x: Tensor, residual: Tensor | None = None, relu: bool = False
+    module: Any, state: tuple[Any, ...], x: Tensor, residual: Tensor | None = None, activation: str | None = None
 ) -> Tensor | None:
     """A call of a module of torch's batch norms by the statistics of x, which moves the running ones; None if torch's
     operator computes it: by running statistics, or of a state that torch's may refuse.
@@ -23,7 +24,7 @@ def normalized(
     Args:
         state: see ``state_of``.
         residual: what is added to the result.
-        relu: whether a ReLU follows.
+        activation: of the sum: None, "relu", "silu" or "hardswish".
 
     Raises:
         ValueError: a channel has one element.
@@ -37,11 +38,13 @@ def normalized(
     if terms == 1:
         shape = tuple(x.shape)
         raise ValueError(f"batch_norm: x has shape {shape}, expected more than one element for each channel")
-    if relu:
+    if residual is None:
+        y, mean, var = F.batch_norm(x, weight, bias, eps, activation=activation)
+    elif activation == "relu":
         y, mean, var = F.batch_norm_relu(x, weight, bias, residual, eps)
     else:
         y, mean, var = F.batch_norm(x, weight, bias, eps)
-        y = y if residual is None else y + residual
+        y = activated(y + residual, activation)
     if module.training and module.track_running_stats:
         if has_mean:
             if not running.track(mean, var, (running_mean, running_var, batches), module.momentum, terms):
@@ -49,6 +52,10 @@ def normalized(
         elif batches is not None:
             batches.add_(1)
     return y
+
+
+def activated(y: Tensor, activation: str | None) -> Tensor:
+    return y if activation is None else getattr(functional, activation)(y)
 
 
 def state_of(module: Any) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ _METH_KEYWORDS = 0x02
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those of structs.py. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 19, structs.ALL)
+    call.check_structs("aot_torch_structs", 20, structs.ALL)
     return call.lib()
 
 

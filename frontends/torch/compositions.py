@@ -84,11 +84,11 @@ def _is_channels_last(t: Tensor) -> bool:
     return not t.is_contiguous() and t.movedim(1, -1).is_contiguous()
 
 
-def batch_norm(function, x, weight=None, bias=None, eps=1e-5, axis=1) -> Any:
+def batch_norm(function, x, weight=None, bias=None, eps=1e-5, axis=1, activation=None) -> Any:
     """channels_last tensors, as views whose channels are last."""
     if axis != 1 or not (isinstance(x, Tensor) and x.dim() >= 4 and _is_channels_last(x)):
         return NotImplemented
-    y, mean, var = function(x.movedim(1, -1), weight, bias, eps, -1)
+    y, mean, var = function(x.movedim(1, -1), weight, bias, eps, -1, activation)
     return y.movedim(-1, 1), mean, var
 
 

@@ -218,8 +218,9 @@ class _BatchNorm:
     """A module of torch.nn's batch norms on the library's kernel."""
 
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
-        if activation not in (None, "relu"):
-            raise ValueError(f"{type(self).__name__}: activation is {activation!r}, expected None or 'relu'")
+        if activation not in (None, "relu", "silu", "hardswish"):
+            expected = "None, 'relu', 'silu' or 'hardswish'"
+            raise ValueError(f"{type(self).__name__}: activation is {activation!r}, expected {expected}")
         super().__init__(*args, **kwargs)
         self.activation = activation
 
@@ -227,14 +228,14 @@ class _BatchNorm:
         self._check_input_dim(input)  # type: ignore[attr-defined]
         # Inductor fuses torch's with its neighbours: ResNet-50's kernels of 12 ms with ours compiled take 10 so.
         is_fused = input.is_cuda and torch.compiler.is_compiling()
-        state, relu = batch_norms.state_of(self), bool(self.activation)
-        y = None if is_fused else batch_norms.normalized(self, state, input, residual, relu)
+        state = batch_norms.state_of(self)
+        y = None if is_fused else batch_norms.normalized(self, state, input, residual, self.activation)
         return self._torchs(input, residual) if y is None else y
 
     def _torchs(self, input: Tensor, residual: Tensor | None) -> Tensor:
         y = super().forward(input)  # type: ignore[misc]
         y = y if residual is None else y + residual
-        return torch.relu(y) if self.activation else y
+        return batch_norms.activated(y, self.activation)
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation else ""
@@ -247,9 +248,10 @@ class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
 
 class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
     """``torch.nn.BatchNorm2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors
-    stay so. ``forward(input, residual=None)`` adds a residual, and ``activation="relu"`` applies a ReLU, in the same
-    kernel. With running statistics (after ``eval()``), and compiled for a GPU, it calls torch's own. What makes another
-    module of its parameters, as ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, knows no activation."""
+    stay so. ``forward(input, residual=None)`` adds a residual, and ``activation`` is None, "relu", "silu" or
+    "hardswish". The residual and a ReLU, or an activation without one, are in the same kernel. With running statistics
+    (after ``eval()``), and compiled for a GPU, it calls torch's own. What makes another module of its parameters, as
+    ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, knows no activation."""
 
 
 class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):

@@ -26,6 +26,7 @@ from .bytecode import Form, Names
 from .call import install_call
 from .registered import builtins
 from .replaced_children import GLOBAL_HOOKS, are_instances
+from .replaced_images import FEW_CHANNELS
 from .replaced_products import LARGE_WEIGHT, MANY_ROWS
 
 
@@ -176,7 +177,12 @@ def _conv2d(names: Names, **_: Any) -> _Sources:
     tf32: Source = ("f", torch._C._get_cudnn_allow_tf32)
     held = {"held_name": "padding_mode", "held": sys.intern("zeros")}
     affine: dict[str, Source] = {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}
-    return affine | options | {"allow_tf32": tf32}, {"device": CUDA, "image_bits": 32, **held}
+    return affine | options | {"allow_tf32": tf32}, {
+        "device": CUDA,
+        "image_bits": 32,
+        "few_channels": FEW_CHANNELS,
+        **held,
+    }
 
 
 _FORMS: dict[str, Callable[..., _Sources]] = {

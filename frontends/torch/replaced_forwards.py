@@ -266,7 +266,7 @@ _SERVES: dict[str, Callable[..., Serve]] = {
     "cross_entropy": _cross_entropy,
     "conv2d": replaced_images.conv2d,
     "add_norm": partial(replaced_layers.add_norm, _activated),
-    "batch_norm": partial(replaced_images.batch_norm, _activation),
+    "batch_norm": replaced_images.batch_norm,
     "linear_cross_entropy": partial(replaced_heads.causal_lm, _matrix),
 }
 

@@ -21,11 +21,13 @@ from . import functional as F
 from .bytecode import Form, Names
 from .known_modules import ORIGINAL, form_of
 from .replaced_children import child, is_bare
-from .replaced_dtypes import product_dtype
+from .replaced_dtypes import autocasts, product_dtype
 from .tensors import is_compiling, is_known
 
-Activation = Callable[[nn.Module], str | None]
-"""The activation that a call of a module is; None if it is another thing, or has hooks."""
+FEW_CHANNELS = 8
+"""Torch's convolutions of images of up to so many channels take several times as long."""
+_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish"}
+"""Modules whose call is an activation that a batch norm's operator has."""
 
 # -------------------------------------------------------------------------------------------------------- convolutions
 
@@ -36,12 +38,19 @@ def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
         is_image = x.is_cuda and x.dim() == 4 and x.is_floating_point()
         if not is_image or dtype is None or dtype.itemsize > 4 or self.padding_mode != "zeros":
             return NotImplemented
-        if not is_compiling() and x.shape[2] * x.shape[3] == 1:
+        is_pixel = not is_compiling() and x.shape[2] * x.shape[3] == 1
+        if is_pixel or (self.groups == 1 and x.shape[1] > FEW_CHANNELS and not _pays(x)):
             return NotImplemented
         options = self.stride, self.padding, self.dilation, self.groups
         return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
 
     return serve
+
+
+def _pays(x: Tensor) -> bool:
+    """Whether a convolution of many channels, without groups, is faster here. In NCHW torch's of 16 bits take as long;
+    under autocast torch casts a weight once, and calls here cost the host more."""
+    return not autocasts(x) and (x.element_size() > 2 or not x.is_contiguous())
 
 
 def conv2d_refusal(module: Any, form: Form, names: Names) -> str:
@@ -51,14 +60,14 @@ def conv2d_refusal(module: Any, form: Form, names: Names) -> str:
 # --------------------------------------------------------------------------------------------------------- batch norms
 
 
-def batch_norm(activation: Activation, names: Names, torchs: Any = None, layer: str = "") -> Callable[..., Any]:
+def batch_norm(names: Names, torchs: Any = None, layer: str = "") -> Callable[..., Any]:
     if layer:
-        return partial(_LAYERS[layer], activation, names)
-    return partial(_sequence, activation) if torchs is nn.Sequential else _batch_norm
+        return partial(_LAYERS[layer], names)
+    return _sequence if torchs is nn.Sequential else _batch_norm
 
 
 def batch_norm_refusal(module: Any, form: Form, names: Names) -> str | None:
-    """None where no batch norm is followed by a ReLU."""
+    """None where no batch norm is followed by an activation."""
     if form.options.get("torchs") is nn.Sequential:
         children = [*module.children()]
         return "" if any(map(_are_known, children, children[1:])) else None
@@ -77,8 +86,8 @@ def _is_batch_norm(module: Any) -> bool:
 _ARE_NORMS: dict[type, bool] = {}
 
 
-def _are_known(norm: Any, relu: Any) -> bool:
-    return _is_batch_norm(norm) and isinstance(relu, nn.ReLU)
+def _are_known(norm: Any, act: Any) -> bool:
+    return type(act) in _ACTIVATIONS and _is_batch_norm(norm)
 
 
 def _is_taken(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -92,43 +101,44 @@ def _is_taken(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def _batch_norm(self: Any, x: Tensor) -> Any:
-    return _normalized(self, x, None, False)
+    return _normalized(self, x)
 
 
-def _normalized(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Any:
+def _normalized(norm: Any, x: Tensor, residual: Tensor | None = None, activation: str | None = None) -> Any:
     state = batch_norms.state_of(norm)
     if not _is_taken(x, *state[:2]):
         return NotImplemented
     norm._check_input_dim(x)
-    y = batch_norms.normalized(norm, state, x, residual, relu)
+    y = batch_norms.normalized(norm, state, x, residual, activation)
     return NotImplemented if y is None else y
 
 
-def _activated(activation: Activation, names: Names, self: Any, /, x: Tensor) -> Any:
+def _activated(names: Names, self: Any, /, x: Tensor) -> Any:
     if x.dim() != 4:
         return NotImplemented
     drop, act = child(self, names["DROPOUT"]), child(self, names["ACT"])
-    relu = activation(act) == "relu" and _is_nothing(drop)
-    y = _normalized(self, x, None, relu)
-    return y if relu or y is NotImplemented else act(drop(y))
+    activation = _ACTIVATIONS.get(type(act)) if _is_nothing(drop) and is_bare(act) else None
+    y = _normalized(self, x, None, activation)
+    return y if activation or y is NotImplemented else act(drop(y))
 
 
-def _together(activation: Activation, norm: Any, relu: Any, x: Any, residual: Any = None) -> Any:
-    """``relu(norm(x) + residual)`` as one operator; NotImplemented where that is not the same."""
-    if not _are_known(norm, relu) or not is_bare(norm) or activation(relu) != "relu" or not isinstance(x, Tensor):
+def _together(norm: Any, act: Any, x: Any, residual: Any = None) -> Any:
+    """``act(norm(x) + residual)`` as one operator; NotImplemented where that is not the same."""
+    if not _are_known(norm, act) or not (is_bare(norm) and is_bare(act)) or not isinstance(x, Tensor):
         return NotImplemented
+    activation = _ACTIVATIONS[type(act)]
     if residual is not None:
         is_like = isinstance(residual, Tensor) and residual.dtype is x.dtype and residual.shape == x.shape
-        if not is_like or residual.is_cuda is not x.is_cuda or not is_known(residual):
+        if activation != "relu" or not is_like or residual.is_cuda is not x.is_cuda or not is_known(residual):
             return NotImplemented
-    return _normalized(norm, x, residual, True)
+    return _normalized(norm, x, residual, activation)
 
 
-def _in_turn(activation: Activation, modules: Iterable[Any], x: Any) -> Any:
-    """The modules one after another, a batch norm and a ReLU after it together."""
+def _in_turn(modules: Iterable[Any], x: Any) -> Any:
+    """The modules one after another, a batch norm and an activation after it together."""
     left = [each for each in modules if not _is_nothing(each)]
     while left:
-        y = _together(activation, left[0], left[1], x) if len(left) > 1 else NotImplemented
+        y = _together(left[0], left[1], x) if len(left) > 1 else NotImplemented
         x, left = (left[0](x), left[1:]) if y is NotImplemented else (y, left[2:])
     return x
 
@@ -137,17 +147,17 @@ def _is_nothing(module: Any) -> bool:
     return type(module) is nn.Identity and is_bare(module)
 
 
-def _sum_and_relu(activation: Activation, norm: Any, relu: Any, x: Any, residual: Any) -> Any:
-    y = _together(activation, norm, relu, x, residual)
+def _sum_and_activation(norm: Any, act: Any, x: Any, residual: Any) -> Any:
+    y = _together(norm, act, x, residual)
     if y is NotImplemented:
         y = norm(x)
         y += residual
-        y = relu(y)
+        y = act(y)
     return y
 
 
-def _sequence(activation: Activation, self: Any, /, input: Any) -> Any:
-    return _in_turn(activation, self._modules.values(), input)
+def _sequence(self: Any, /, input: Any) -> Any:
+    return _in_turn(self._modules.values(), input)
 
 
 def _of(module: Any, names: Names, keys: str) -> list[Any]:
@@ -159,29 +169,29 @@ def _shortcut(module: Any, names: Names, x: Any) -> Any:
     return x if shortcut is None else shortcut(x)
 
 
-def _basic(activation: Activation, names: Names, self: Any, /, x: Any) -> Any:
+def _basic(names: Names, self: Any, /, x: Any) -> Any:
     norm, act = _of(self, names, "NORM_2 ACT")
-    y = _in_turn(activation, _of(self, names, "CONV NORM ACT CONV_2"), x)
-    return _sum_and_relu(activation, norm, act, y, _shortcut(self, names, x))
+    y = _in_turn(_of(self, names, "CONV NORM ACT CONV_2"), x)
+    return _sum_and_activation(norm, act, y, _shortcut(self, names, x))
 
 
-def _bottleneck(activation: Activation, names: Names, self: Any, /, x: Any) -> Any:
+def _bottleneck(names: Names, self: Any, /, x: Any) -> Any:
     norm, act = _of(self, names, "NORM_3 ACT")
-    y = _in_turn(activation, _of(self, names, "CONV NORM ACT CONV_2 NORM_2 ACT CONV_3"), x)
-    return _sum_and_relu(activation, norm, act, y, _shortcut(self, names, x))
+    y = _in_turn(_of(self, names, "CONV NORM ACT CONV_2 NORM_2 ACT CONV_3"), x)
+    return _sum_and_activation(norm, act, y, _shortcut(self, names, x))
 
 
-def _timm_block(before: str, norm: str, act: str, activation: Activation, names: Names, self: Any, /, x: Any) -> Any:
+def _timm_block(before: str, norm: str, act: str, names: Names, self: Any, /, x: Any) -> Any:
     """``before``: what comes before the last norm. A gate or a path after it stands between it and the sum."""
-    y = _in_turn(activation, _of(self, names, before), x)
-    last, relu, gate, path = _of(self, names, f"{norm} {act} GATE PATH")
+    y = _in_turn(_of(self, names, before), x)
+    last, then, gate, path = _of(self, names, f"{norm} {act} GATE PATH")
     if gate is None and path is None:
-        return _sum_and_relu(activation, last, relu, y, _shortcut(self, names, x))
+        return _sum_and_activation(last, then, y, _shortcut(self, names, x))
     y = last(y)
     for each in (gate, path):
         y = y if each is None else each(y)
     y += _shortcut(self, names, x)
-    return relu(y)
+    return then(y)
 
 
 _LAYERS: dict[str, Callable[..., Any]] = {

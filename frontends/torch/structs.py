@@ -70,7 +70,8 @@ class Module(Structure):
         ("function", c_void_p), ("type", c_void_p), ("sources", c_char * _Parameters),
         ("values", c_void_p * _Parameters), ("widens", c_bool), ("wide_in_autocast", c_bool),
         ("reads_contiguous", c_bool), ("device", c_int), ("elements", c_int64), ("rows", c_int64),
-        ("product_bits", c_int), ("uneven_weight", c_int64), ("fewest_rows", c_int64), ("image_bits", c_int),
+        ("product_bits", c_int), ("uneven_weight", c_int64), ("fewest_rows", c_int64),
+        ("image_bits", c_int), ("few_channels", c_int64),
         ("held_name", c_void_p), ("held", c_void_p), ("last_size", c_int64), ("last_int", c_void_p),
     ]  # fmt: skip
 

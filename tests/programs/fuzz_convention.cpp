@@ -176,7 +176,8 @@ Problem conv2d_problem() {
   return p;
 }
 
-Problem batch_norm_problem() {
+// activated: of batch_norm, which may have an activation.
+Problem batch_norm_problem(bool activated) {
   Problem p;
   const Shape rows = small_shape(2), channels = {between(0, 9)}, inner = small_shape(2), x = rows + channels + inner;
   for (const char *slot : {"x", "y", "dy", "residual"}) p.shapes[slot] = x;
@@ -184,6 +185,7 @@ Problem batch_norm_problem() {
   p.wide.insert(p.wide.end(), {"mean", "var", "dmean", "dvar"});
   if (flip()) p.always = {"weight"}, p.wide.insert(p.wide.end(), {"weight", "bias"});  // bias depends on weight
   p.attrs = "axis=" + std::to_string(static_cast<int64_t>(rows.size()) - (flip() ? 0 : static_cast<int64_t>(x.size())));
+  if (activated && flip()) p.attrs += "\nactivation=" + any<std::string>({"relu", "silu", "hardswish"});
   return p;
 }
 
@@ -266,7 +268,7 @@ Problem elementwise_problem(const std::string &family) {
 
 Problem problem_of(const Op &op) {
   const std::string family = op.name.substr(0, op.name.find("_backward"));
-  if (family.find("batch_norm") == 0) return batch_norm_problem();
+  if (family.find("batch_norm") == 0) return batch_norm_problem(family.find("relu") == std::string::npos);
   if (family.find("norm") != std::string::npos) return norm_problem(flip());
   if (family == "cross_entropy" || family == "cross_entropy_lse") return cross_entropy_problem();
   if (family == "rope" || family == "qkv_rope") return rope_problem(family == "qkv_rope");

@@ -68,7 +68,7 @@ SHARED: dict[str, list[Case]] = {
     "paged_attention": [decoding(9, 4), decoding(8, 2, 4, window=5, softcap=2.0)],
     "batch_norm": [
         Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,)}),
-        Case({"x": (4, 6, 8), "weight": None, "bias": None}, {"axis": -1}),
+        Case({"x": (4, 6, 8), "weight": None, "bias": (8,)}, {"axis": -1, "activation": "silu"}),
     ],
     "batch_norm_relu": [Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,), "residual": (4, 8, 6)})],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],

@@ -52,8 +52,8 @@ def test_a_module_is_as_torchs(theirs, ours, shape, options, last):
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("activation", [None, "relu"])
-def test_a_residual_and_a_relu(activation, training, last):
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "hardswish"])
+def test_a_residual_and_an_activation(activation, training, last):
     one, other = pair(torch.nn.BatchNorm2d, aotops.BatchNorm2d, {}, activation)
     one.train(training), other.train(training)
     x, residual = torch.randn(2, 4, 5, 6, 7, dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_a_residual_and_a_relu(activation, training, last):
         x, residual = (t.contiguous(memory_format=torch.channels_last) for t in (x, residual))
     pairs = [[t.clone().requires_grad_() for t in (x, residual)] for _ in range(2)]
     y = one(pairs[0][0]) + pairs[0][1]
-    y = torch.relu(y) if activation else y
+    y = getattr(torch.nn.functional, activation)(y) if activation else y
     got = other(*pairs[1])
     torch.testing.assert_close(got, y)
     assert got.stride() == x.stride() or not training
@@ -200,7 +200,7 @@ def test_channels_that_share_statistics_are_refused():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="activation is 'gelu', expected None or 'relu'"):
+    with pytest.raises(ValueError, match="activation is 'gelu', expected None, 'relu', 'silu' or 'hardswish'"):
         aotops.BatchNorm2d(5, activation="gelu")
     with pytest.raises(ValueError, match="more than one element for each channel"):
         aotops.BatchNorm1d(5)(torch.randn(1, 5))

@@ -70,6 +70,8 @@ CALLS = {
     "layer_norm": (lambda x, w, b: ours.layer_norm(x, (4,), w, b), (3, 4), (4,), (4,)),
     "layer_norm of two axes": (lambda x: ours.layer_norm(x, (2, 4)), (3, 2, 4)),
     "batch_norm": (lambda x, w, b: ours.batch_norm(x, w, b, 0.1), (3, 4), (4,), (4,)),
+    "batch_norm and SiLU": (lambda x, w, b: ours.batch_norm(x, w, b, 0.1, activation="silu"), (3, 4), (4,), (4,)),
+    "batch_norm and Hardswish": (lambda x: ours.batch_norm(x, None, None, 0.1, 1, "hardswish")[0], (3, 2, 2)),
     "batch_norm of images": (lambda x: ours.batch_norm(x, eps=0.1, axis=-1), (2, 2, 3)),
     "batch_norm whose statistics are unread": (lambda x, w: ours.batch_norm(x, w, eps=0.1)[0], (3, 2, 2), (2,)),
     "batch_norm_relu": (

@@ -219,14 +219,16 @@ CALLS = {
         *(_draw(2, 3, 4, 6), None, _draw(2, 3, 6), _draw(2, 3, 6), None, False, "BSHD", None, [True, False, False]),
     ),
     "add": lambda: (_draw(3, 5), _draw(3, 5), 2.0, None),
-    "batch_norm": lambda: (_draw(3, 5, 4), _draw(5), _draw(5), 0.1, 1),
-    "batch_norm of last channels": lambda: (_draw(3, 4, 5), None, _draw(5), 0.1, -1),
-    "batch_norm without others": lambda: (_draw(5), _draw(5), None, 0.1, 0),
+    "batch_norm": lambda: (_draw(3, 5, 4), _draw(5), _draw(5), 0.1, 1, "hardswish"),
+    "batch_norm of last channels": lambda: (_draw(3, 4, 5), None, _draw(5), 0.1, -1, None),
+    "batch_norm without others": lambda: (_draw(5), _draw(5), None, 0.1, 0, "relu"),
     "batch_norm_backward": lambda: (
-        *(_draw(3, 5, 4), _draw(5), _draw(5), x := _draw(3, 5, 4), _draw(5), *_statistics(x), 0.1, 1),
+        *(_draw(3, 5, 4), _draw(5), _draw(5), x := _draw(3, 5, 4), _draw(5), _draw(5)),
+        *(*_statistics(x), 0.1, 1, "silu"),
     ),
     "batch_norm_backward of a weight": lambda: (
-        *(_draw(3, 5, 4), None, _draw(5), x := _draw(3, 5, 4), None, *_statistics(x), 0.1, 1, [False, True, False]),
+        *(_draw(3, 5, 4), None, _draw(5), x := _draw(3, 5, 4), None, None),
+        *(*_statistics(x), 0.1, 1, None, [False, True, False]),
     ),
     "add of a number": lambda: (_draw(3, 5), None, 2.0, 3.0),
     "linear": lambda: (_draw(2, 3, 5), _draw(4, 5), _draw(4), None, False),
@@ -476,8 +478,8 @@ def test_a_batch_norm_is_a_kernel_elsewhere():
             x = torch.empty(shape, device=device, dtype=dtype)
 
             def both(x):  # no gradient is recorded: for a GPU, torch without CUDA aborts
-                y, mean, var = torch.ops.aotops.batch_norm(x, None, None, 0.1, 1)
-                return torch.ops.aotops.batch_norm_backward(y, None, var, x, None, mean, var, 0.1, 1)
+                y, mean, var = torch.ops.aotops.batch_norm(x, None, None, 0.1, 1, None)
+                return torch.ops.aotops.batch_norm_backward(y, None, var, x, None, None, mean, var, 0.1, 1, None)
 
             graph = make_fx(both, select_decomp_table())(x).graph
         return len([node for node in graph.nodes if str(node.target).startswith("aotops.")])
@@ -507,7 +509,7 @@ def test_a_batch_norm_that_does_not_fit_is_refused(as_on_a_gpu):
 
     decomposed = select_decomp_table()[torch.ops.aotops.batch_norm.default]
     with pytest.raises(ValueError, match=r"batch_norm: bias has shape \(1, 5\), expected \(5,\)"):
-        decomposed(_draw(3, 5), None, _draw(1, 5), 0.1, 1)
+        decomposed(_draw(3, 5), None, _draw(1, 5), 0.1, 1, None)
 
 
 def test_second_derivatives_of_a_batch_norm(as_on_a_gpu):

@@ -60,7 +60,9 @@ BLOCKS = {
 }
 MODULES = BLOCKS | {
     "timm's norm and ReLU": lambda: Activated(lambda: nn.ReLU(inplace=True)),
-    "timm's norm and SiLU": lambda: Activated(nn.SiLU),
+    "timm's norm and SiLU": lambda: Activated(lambda: nn.SiLU(inplace=True)),
+    "timm's norm and Hardswish": lambda: Activated(nn.Hardswish),
+    "timm's norm and Tanh": lambda: Activated(nn.Tanh),
     "timm's norm and dropout": lambda: Activated(nn.ReLU, lambda: nn.Dropout(0.5)),
     "in turn": lambda: nn.Sequential(
         nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.ReLU()
@@ -132,14 +134,16 @@ def nodes(y):
 
 @pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
 def test_a_norm_and_what_follows_are_one_operator(make):
+    """But for a gate or a path before a sum, and a sum before another activation than a ReLU."""
     theirs, mine = pair(make)
-    is_relu = isinstance(theirs.ACT, nn.ReLU)
+    left = not isinstance(theirs.ACT, nn.ReLU) or theirs.GATE is not None or theirs.PATH is not None
     before, after = (nodes(module(images(n=2))) for module in (theirs, mine))
-    assert before.count("ReluBackward0") == after.count("BatchNormReluBackward") + after.count("ReluBackward0")
-    left = sum(each is not None for each in (theirs.GATE, theirs.PATH)) > 0
-    assert after.count("ReluBackward0") == (1 if is_relu and left else 0)
-    assert after.count("AddBackward0") == (0 if is_relu and not left else 1)
+    activation = "ReluBackward0" if "ReluBackward0" in before else "SiluBackward0"
+    assert before.count(activation) > 1
+    assert after.count(activation) == after.count("AddBackward0") == left
+    assert after.count("BatchNormReluBackward") == (not left)
     assert after.count("NativeBatchNormBackward0") == 0
+    assert before.count("NativeBatchNormBackward0") == after.count("BatchNormBackward") + (not left)
 
 
 @pytest.mark.parametrize("make", [*BLOCKS.values(), MODULES["in turn"], MODULES["timm's norm and ReLU"]])
@@ -235,9 +239,9 @@ def test_what_is_left():
     def rows(module, **options):
         return {(row.module, row.operator, row.reason) for row in ours.replace(module, **options)}
 
-    assert rows(nn.Sequential(nn.BatchNorm2d(8), nn.SiLU())) == {
+    assert rows(nn.Sequential(nn.BatchNorm2d(8), nn.Tanh())) == {
         ("BatchNorm2d", "batch_norm", ""),
-        ("SiLU", None, "no operator computes it alone"),
+        ("Tanh", None, "no operator has its forward"),
     }
     assert rows(nn.SyncBatchNorm(8)) == {("SyncBatchNorm", None, "no operator has its forward")}
     assert rows(nn.BatchNorm2d(8), without="batch_norm") == {("BatchNorm2d", None, "not selected")}
@@ -311,20 +315,42 @@ def test_a_convolution_that_pads_otherwise_is_left():
     assert (row.operator, row.reason) == (None, "its padding_mode is 'circular', expected 'zeros'")
 
 
-@pytest.mark.skipif(not READS_TENSORS, reason="this torch has no plain calls")
-@pytest.mark.parametrize("name", ["3 x 3", "1 x 1", "strided", "groups", "depthwise"])
-@pytest.mark.parametrize("last", [False, True], ids=["nchw", "nhwc"])
-def test_a_plain_call_is_served_in_c(name, last, monkeypatch):
-    """Here of a CPU, for the struct's device."""
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """The device of the structs."""
     make = replaced_calls.call_of
 
-    def on_the_cpu(*args):
+    def made(*args):
         call = make(*args)
         call.struct.device = 1
         return call
 
     monkeypatch.setattr(replaced_classes, "_MADE", {})
-    monkeypatch.setattr(replaced_calls, "call_of", on_the_cpu)
+    monkeypatch.setattr(replaced_calls, "call_of", made)
+
+
+@pytest.mark.skipif(not READS_TENSORS, reason="this torch has no plain calls")
+def test_which_convolutions_of_many_channels_are_served(on_the_cpu):
+    """Groups, 32 bits and channels_last are served, under autocast groups alone."""
+    x = torch.randn(2, 16, 5, 5)
+    for groups in (1, 4, 16):
+        module = nn.Conv2d(16, 16, 3, groups=groups)
+        ours.replace(module)
+        for dtype, last in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+            form = {"dtype": dtype, "memory_format": torch.channels_last if last else torch.contiguous_format}
+            given = x.to(**form)
+            module.to(**form)
+            is_served = nodes(module(given))[0] == "Conv2DBackward"
+            assert is_served is (groups > 1 or dtype is torch.float32 or last)
+            with torch.autocast("cpu", torch.bfloat16):
+                is_served = nodes(module(given))[0] == "Conv2DBackward"
+            assert is_served is (groups > 1)
+
+
+@pytest.mark.skipif(not READS_TENSORS, reason="this torch has no plain calls")
+@pytest.mark.parametrize("name", ["3 x 3", "1 x 1", "strided", "groups", "depthwise"])
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "nhwc"])
+def test_a_plain_call_is_served_in_c(name, last, on_the_cpu, monkeypatch):
     theirs, mine = convolutions(name, "cpu", torch.float32, last)
     monkeypatch.setattr(ours.functional, "conv2d", lambda *_, **__: pytest.fail("served in Python"))
     x = images("cpu", torch.float32, last=last)

@@ -4,9 +4,11 @@
 //   apply       x, residual      y
 //   sums        dy, x, y         each slice's sums of g and g (x - mean); dresidual = g
 //   gradients   g or dy, x, y    dx
+// y is read in batch_norm_relu alone: another activation's input is computed again from x.
 // A block has some channels, and a slice of their elements: all of a thread's are of the same channels. Slices are
 // taken backwards in the second pass, which then finds the last ones in the L2 cache.
 #include "batch_norm.cuh"
+#include "cuda/math.cuh"
 #include "cuda/vector.cuh"
 
 namespace aot {
@@ -138,6 +140,44 @@ __device__ inline Accumulate<T> parameter(const void *of, bool wide, int64_t cha
               : widen(static_cast<const T *>(of)[channel]);
 }
 
+// ------------------------------------------------------------------------------------------------------ activations
+
+// z becomes f(z).
+template <typename T, int n, typename A>
+__device__ inline void activate(A (&z)[n], NormActivation activation) {
+  if (activation == kNormRelu) {
+#pragma unroll
+    for (A &v : z) v = v <= 0 ? A(0) : v;  // NaN stays NaN
+  } else if (activation == kNormSilu) {
+#pragma unroll
+    for (A &v : z) v *= sigmoid<T>(v);
+  } else if (activation == kNormHardswish) {
+#pragma unroll
+    for (A &v : z) v *= min(max(v + 3, A(0)), A(6)) * A(1.0 / 6);
+  }
+}
+
+// dy becomes dy f'(z).
+template <typename T, int n, typename A>
+__device__ inline void activation_gradient(A (&dy)[n], const A (&z)[n], NormActivation activation) {
+  if (activation == kNormRelu) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) dy[j] = z[j] <= 0 ? A(0) : dy[j];
+  } else if (activation == kNormSilu) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      const Logistic<A> s = logistic<T>(z[j]);
+      dy[j] *= s.value + z[j] * s.slope;
+    }
+  } else if (activation == kNormHardswish) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      const A slope = z[j] < 3 ? z[j] * A(1.0 / 3) + A(0.5) : A(1), g = dy[j] * slope;
+      dy[j] = z[j] <= -3 ? A(0) : g;
+    }
+  }
+}
+
 // --------------------------------------------------------------------------------------------------------- moments
 
 // Terms, their mean, and the sum of squares about it (Chan, Golub and LeVeque, 1979). An infinity among the terms is
@@ -253,7 +293,8 @@ struct BatchNormApply {
   const Accumulate<T> *mean, *var;
   T *y;
   Accumulate<T> eps;
-  bool relu, wide;
+  NormActivation activation;
+  bool wide;
 };
 
 template <class W>
@@ -289,9 +330,9 @@ __global__ void __launch_bounds__(kNormThreads) apply_kernel(ChannelSlices s, Ba
 #pragma unroll
       for (int j = 0; j < W::kVec; ++j) {
         const int c = W::kLast ? j : 0;
-        const A v = (wide[j] - mean[c]) * scale[c] + shift[c] + other[j];
-        wide[j] = f.relu && v <= 0 ? A(0) : v;
+        wide[j] = (wide[j] - mean[c]) * scale[c] + shift[c] + other[j];
       }
+      activate<T>(wide, f.activation);
       store_pack<T, W::kVec>(f.y + at[i], wide);
     }
   };
@@ -308,10 +349,16 @@ struct BatchNormSums {
   const T *dy, *x, *y;
   const Accumulate<T> *mean;
   T *dresidual;
+  const void *weight, *bias;  // from here on of an activation without y
+  const Accumulate<T> *var;
+  Accumulate<T> eps;
+  NormActivation activation;
+  bool wide;
 };
 
-template <class W>
-__global__ void __launch_bounds__(kNormThreads)
+// kActivated: an activation's input is computed again.
+template <class W, bool kActivated>
+__global__ void __launch_bounds__(kNormThreads, 2)
     sums_kernel(ChannelSlices s, BatchNormSums<typename W::T> f, typename W::A *work) {
   using T = typename W::T;
   using A = typename W::A;
@@ -320,6 +367,14 @@ __global__ void __launch_bounds__(kNormThreads)
   A mean[W::kChannels], numbers[2 * W::kChannels] = {}, run[2 * W::kChannels] = {};
 #pragma unroll
   for (int c = 0; c < W::kChannels; ++c) mean[c] = walk.present ? f.mean[walk.channel + c] : A(0);
+  A scale[kActivated ? W::kChannels : 1], shift[kActivated ? W::kChannels : 1];
+  if constexpr (kActivated)
+#pragma unroll
+    for (int c = 0; c < W::kChannels && walk.present; ++c) {
+      const int64_t channel = walk.channel + c;
+      scale[c] = parameter<T>(f.weight, f.wide, channel, A(1)) * rsqrt(f.var[channel] + f.eps);
+      shift[c] = parameter<T>(f.bias, f.wide, channel, A(0));
+    }
   const auto take = [&](auto vectors) {
     constexpr int n = decltype(vectors)::value;
     Pack<T, W::kVec> dy[n], x[n], y[n];
@@ -330,14 +385,14 @@ __global__ void __launch_bounds__(kNormThreads)
     for (int i = 0; i < n; ++i) dy[i] = load_pack<T, W::kVec>(f.dy + at[i]);
 #pragma unroll
     for (int i = 0; i < n; ++i) x[i] = load_pack<T, W::kVec>(f.x + at[i]);
-    if (f.y)
+    if (!kActivated && f.y)
 #pragma unroll
       for (int i = 0; i < n; ++i) y[i] = load_pack<T, W::kVec>(f.y + at[i]);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       A g[W::kVec], wide[W::kVec];
       widen_pack<T, W::kVec>(dy[i], g);
-      if (f.y) {
+      if (!kActivated && f.y) {
         widen_pack<T, W::kVec>(y[i], wide);
 #pragma unroll
         for (int j = 0; j < W::kVec; ++j) g[j] = wide[j] <= 0 ? A(0) : g[j];
@@ -345,9 +400,17 @@ __global__ void __launch_bounds__(kNormThreads)
       }
       widen_pack<T, W::kVec>(x[i], wide);
 #pragma unroll
+      for (int j = 0; j < W::kVec; ++j) wide[j] -= mean[W::kLast ? j : 0];
+      if constexpr (kActivated) {
+        A z[W::kVec];
+#pragma unroll
+        for (int j = 0; j < W::kVec; ++j) z[j] = wide[j] * scale[W::kLast ? j : 0] + shift[W::kLast ? j : 0];
+        activation_gradient<T>(g, z, f.activation);
+      }
+#pragma unroll
       for (int j = 0; j < W::kVec; ++j) {
         const int c = W::kLast ? j : 0;
-        run[c] += g[j], run[W::kChannels + c] += g[j] * (wide[j] - mean[c]);
+        run[c] += g[j], run[W::kChannels + c] += g[j] * wide[j];
       }
     }
   };
@@ -425,9 +488,12 @@ struct BatchNormDx {
   const T *g, *x, *y;  // g is dy, to be set to 0 by y, if that is given
   const Accumulate<T> *mean, *factors;
   T *dx;
+  const void *bias;  // from here on of an activation without y
+  NormActivation activation;
+  bool wide;
 };
 
-template <class W>
+template <class W, bool kActivated>
 __global__ void __launch_bounds__(kNormThreads) gradients_kernel(ChannelSlices s, BatchNormDx<typename W::T> f) {
   using T = typename W::T;
   using A = typename W::A;
@@ -440,6 +506,10 @@ __global__ void __launch_bounds__(kNormThreads) gradients_kernel(ChannelSlices s
 #pragma unroll
     for (int i = 0; i < 3; ++i) factor[i][c] = f.factors[i * s.shape.channels + walk.channel + c];
   }
+  A shift[kActivated ? W::kChannels : 1];
+  if constexpr (kActivated)
+#pragma unroll
+    for (int c = 0; c < W::kChannels; ++c) shift[c] = parameter<T>(f.bias, f.wide, walk.channel + c, A(0));
   const auto take = [&](auto vectors) {
     constexpr int n = decltype(vectors)::value;
     Pack<T, W::kVec> g[n], x[n], y[n];
@@ -450,14 +520,22 @@ __global__ void __launch_bounds__(kNormThreads) gradients_kernel(ChannelSlices s
     for (int i = 0; i < n; ++i) g[i] = load_pack<T, W::kVec>(f.g + at[i]);
 #pragma unroll
     for (int i = 0; i < n; ++i) x[i] = load_pack<T, W::kVec>(f.x + at[i]);
-    if (f.y)
+    if (!kActivated && f.y)
 #pragma unroll
       for (int i = 0; i < n; ++i) y[i] = load_pack<T, W::kVec>(f.y + at[i]);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      A dy[W::kVec], wide[W::kVec], of_y[W::kVec];
+      A dy[W::kVec], wide[W::kVec];
       widen_pack<T, W::kVec>(g[i], dy), widen_pack<T, W::kVec>(x[i], wide);
-      if (f.y) {
+#pragma unroll
+      for (int j = 0; j < W::kVec; ++j) wide[j] -= mean[W::kLast ? j : 0];
+      if constexpr (kActivated) {
+        A z[W::kVec];
+#pragma unroll
+        for (int j = 0; j < W::kVec; ++j) z[j] = wide[j] * factor[0][W::kLast ? j : 0] + shift[W::kLast ? j : 0];
+        activation_gradient<T>(dy, z, f.activation);
+      } else if (f.y) {
+        A of_y[W::kVec];
         widen_pack<T, W::kVec>(y[i], of_y);
 #pragma unroll
         for (int j = 0; j < W::kVec; ++j) dy[j] = of_y[j] <= 0 ? A(0) : dy[j];
@@ -465,7 +543,7 @@ __global__ void __launch_bounds__(kNormThreads) gradients_kernel(ChannelSlices s
 #pragma unroll
       for (int j = 0; j < W::kVec; ++j) {
         const int c = W::kLast ? j : 0;
-        dy[j] = dy[j] * factor[0][c] + ((wide[j] - mean[c]) * factor[1][c] + factor[2][c]);
+        dy[j] = dy[j] * factor[0][c] + (wide[j] * factor[1][c] + factor[2][c]);
       }
       store_pack<T, W::kVec>(f.dx + at[i], dy);
     }
@@ -528,7 +606,7 @@ Status batch_norm(const BatchNormCall &call) {
                               var,
                               static_cast<T *>(call.y),
                               static_cast<A>(call.eps),
-                              call.relu,
+                              call.activation,
                               call.wide};
     apply_kernel<W><<<grid, kNormThreads, 0, call.stream>>>(s, f);
     return check_launch(call.op);
@@ -546,24 +624,30 @@ Status batch_norm_backward(const BatchNormBackwardCall &call) {
     const A *const mean = static_cast<const A *>(call.mean);
     A *const work = static_cast<A *>(call.work), *const factors = work + 2 * s.slices * s.shape.channels;
     T *const dresidual = static_cast<T *>(call.dresidual);
-    sums_kernel<W><<<grid, kNormThreads, 0, call.stream>>>(s, BatchNormSums<T>{dy, x, y, mean, dresidual}, work);
+    const bool activated = !y && call.activation != kNormPlain;
+    const A eps = static_cast<A>(call.eps), *const var = static_cast<const A *>(call.var);
+    const BatchNormSums<T> sums{dy,       x, y, mean, dresidual, call.weight, call.bias, var, eps, call.activation,
+                                call.wide};
+    if (activated) sums_kernel<W, true><<<grid, kNormThreads, 0, call.stream>>>(s, sums, work);
+    else sums_kernel<W, false><<<grid, kNormThreads, 0, call.stream>>>(s, sums, work);
     AOT_TRY(check_launch(call.op));
     const BatchNormFinish<T> finish{call.weight,
-                                    static_cast<const A *>(call.var),
+                                    var,
                                     static_cast<const A *>(call.dmean),
                                     static_cast<const A *>(call.dvar),
                                     call.dweight,
                                     call.dbias,
                                     factors,
-                                    static_cast<A>(call.eps),
+                                    eps,
                                     static_cast<A>(call.shape.terms()),
                                     call.wide};
     finish_sums_kernel<T><<<finish_blocks(s.shape), kNormThreads, 0, call.stream>>>(s, work, finish);
     AOT_TRY(check_launch(call.op));
     if (!call.dx) return kOk;
-    const BatchNormDx<T> f{dresidual ? dresidual : dy, x, dresidual ? nullptr : y, mean, factors,
-                           static_cast<T *>(call.dx)};
-    gradients_kernel<W><<<grid, kNormThreads, 0, call.stream>>>(s, f);
+    const BatchNormDx<T> f{dresidual ? dresidual : dy, x,         dresidual ? nullptr : y, mean,     factors,
+                           static_cast<T *>(call.dx),  call.bias, call.activation,         call.wide};
+    if (activated) gradients_kernel<W, true><<<grid, kNormThreads, 0, call.stream>>>(s, f);
+    else gradients_kernel<W, false><<<grid, kNormThreads, 0, call.stream>>>(s, f);
     return check_launch(call.op);
   });
 }

@@ -12,7 +12,8 @@ struct BatchNormCall {
   const char *op;
   ChannelShape shape;
   double eps;
-  bool relu, wide;  // wide: parameters are float beside 16 bits
+  NormActivation activation;
+  bool wide;  // parameters are float beside 16 bits
   const void *x, *weight, *bias, *residual;
   void *y, *mean, *var, *work;
   cudaStream_t stream;
@@ -22,9 +23,11 @@ struct BatchNormBackwardCall {
   const char *op;
   ChannelShape shape;
   double eps;
+  NormActivation activation;
   bool wide;
   const void *dy, *dmean, *dvar, *x, *weight, *mean, *var;
-  const void *y;  // of the ReLU; null without one
+  const void *bias;  // of an activation
+  const void *y;     // of batch_norm_relu, else null
   void *dx, *dweight, *dbias, *dresidual, *work;
   cudaStream_t stream;
 };
@@ -42,24 +45,41 @@ Status batch_norm_cuda(const Op &op, const Tensor *in, const Tensor *out, void *
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", Op::name);
   const void *residual = nullptr;
   if constexpr (Op::kRelu) residual = in[Op::kResidual].data;
-  return run_batch_norm(x.dtype, {Op::name, op.shape(x), op.eps, Op::kRelu, has_wide_parameters(x, weight), x.data,
-                                  weight.data, in[Op::kBias].data, residual, out[Op::kY].data, out[Op::kMean].data,
-                                  out[Op::kVar].data, work.data, static_cast<cudaStream_t>(stream)});
+  return run_batch_norm(
+      x.dtype, {Op::name, op.shape(x), op.eps, op.activation(), has_wide_parameters(x, weight), x.data, weight.data,
+                in[Op::kBias].data, residual, out[Op::kY].data, out[Op::kMean].data, out[Op::kVar].data, work.data,
+                static_cast<cudaStream_t>(stream)});
 }
 
 template <class Op>
 Status batch_norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &x = in[Op::kX], &weight = in[Op::kWeight], &work = out[Op::kWork];
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", Op::name);
-  const void *y = nullptr;
+  const void *y = nullptr, *bias = nullptr;
   void *dresidual = nullptr;
   if constexpr (Op::kRelu) y = in[Op::kY].data, dresidual = out[Op::kDresidual].data;
+  else bias = in[Op::kBias].data;
   const ChannelShape shape = op.shape(x);
-  return run_batch_norm_backward(
-      x.dtype,
-      {Op::name, shape, op.gradient_eps(shape), has_wide_parameters(x, weight), in[Op::kDy].data, in[Op::kDmean].data,
-       in[Op::kDvar].data, x.data, weight.data, in[Op::kMean].data, in[Op::kVar].data, y, out[Op::kDx].data,
-       out[Op::kDweight].data, out[Op::kDbias].data, dresidual, work.data, static_cast<cudaStream_t>(stream)});
+  return run_batch_norm_backward(x.dtype, {Op::name,
+                                           shape,
+                                           op.gradient_eps(shape),
+                                           op.activation(),
+                                           has_wide_parameters(x, weight),
+                                           in[Op::kDy].data,
+                                           in[Op::kDmean].data,
+                                           in[Op::kDvar].data,
+                                           x.data,
+                                           weight.data,
+                                           in[Op::kMean].data,
+                                           in[Op::kVar].data,
+                                           bias,
+                                           y,
+                                           out[Op::kDx].data,
+                                           out[Op::kDweight].data,
+                                           out[Op::kDbias].data,
+                                           dresidual,
+                                           work.data,
+                                           static_cast<cudaStream_t>(stream)});
 }
 
 }  // namespace AOT_ISA

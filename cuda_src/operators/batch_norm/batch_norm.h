@@ -1,8 +1,9 @@
 // Batch normalization with the statistics of x itself, over all axes but one, of C channels; M elements of each.
-//   batch_norm       y = xhat * weight + bias,  xhat = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps)
-//                    mean = the mean of x,  var = the mean of (x - mean)^2
-//   batch_norm_relu  y = relu(xhat * weight + bias + residual)
-//   gradient         g = dy, where y > 0 or NaN in batch_norm_relu, else 0;  dresidual = g
+//   batch_norm       y = f(z),  z = xhat * weight + bias,  xhat = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps)
+//                    mean = the mean of x,  var = the mean of (x - mean)^2;  f is an activation, or nothing
+//   batch_norm_relu  y = relu(z + residual)
+//   gradient         g = dy f'(z), of which z is computed again; in batch_norm_relu g = dy where y > 0 or NaN, else 0
+//                    dresidual = g
 //                    dbias = sum(g),  dweight = sum(g * xhat)
 //                    dx = weight * rstd * (g - dbias / M - xhat * dweight / M) + dmean / M + dvar * 2 (x - mean) / M
 // Ioffe and Szegedy, arXiv:1502.03167.
@@ -30,6 +31,10 @@ inline int64_t channel_slices(const ChannelShape &s) {
   if (kIsCuda) return s.channels <= 256 ? kMostBlocks : (kMostBlocks * 256 + s.channels - 1) / s.channels;
   return s.inner == 1 ? (s.outer + kSliceRows - 1) / kSliceRows : s.outer;
 }
+
+// hardswish is z min(max(z + 3, 0), 6) / 6 (Howard et al., arXiv:1905.02244). relu' is 0 at 0; hardswish' is 0 at -3
+// and 1 at 3.
+enum NormActivation { kNormPlain, kNormRelu, kNormSilu, kNormHardswish };
 
 struct BatchNormAttrs {
   double eps = 1e-5;
@@ -72,12 +77,12 @@ struct BatchNormAttrs {
   Status check_statistics(const char *op, const char *slot, const Spec &s, const Spec &x) const {
     return s ? check_like(op, slot, s, "the channels of x", of_channels(x, accumulate_dtype(x.dtype))) : kOk;
   }
-  // Two sums of each slice, and three factors.
+  // Two sums of each slice, and five numbers: factors, and z's of an activation.
   Spec workspace_of(const Spec &x) const {
     int64_t n = kUnknownDim;
     if (x.known() && x.rank_known()) {
       const ChannelShape s = shape(x);
-      n = bounded_product(2 * channel_slices(s) + 3, s.channels);
+      n = bounded_product(2 * channel_slices(s) + 5, s.channels);
     }
     return Spec::vector(accumulate_dtype(x.dtype), n);
   }
@@ -85,20 +90,35 @@ struct BatchNormAttrs {
 
 // ------------------------------------------------------------------------------------------------------ operators
 
+struct ActivatedAttrs : BatchNormAttrs {
+  static constexpr const char *kActivations[] = {nullptr, "relu", "silu", "hardswish"};  // as NormActivation
+  int which = 0;
+
+  Status init(const Attrs &attrs) {
+    AOT_TRY(BatchNormAttrs::init(attrs));
+    return attrs.get("activation", kActivations, &which);
+  }
+  NormActivation activation() const { return static_cast<NormActivation>(which); }
+};
+
+struct ReluAttrs : BatchNormAttrs {
+  static constexpr NormActivation activation() { return kNormRelu; }
+};
+
 // kRelu: a ReLU follows, of the sum with a residual if there is one.
 template <class Op, bool kRelu_>
-struct BatchNormForward : BatchNormAttrs {
+struct BatchNormForward : std::conditional_t<kRelu_, ReluAttrs, ActivatedAttrs> {
   static constexpr bool kRelu = kRelu_;
   enum Input { kX, kWeight, kBias, kResidual };
   enum Output { kY, kMean, kVar, kWork };
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &x = in[kX];
-    AOT_TRY(check_axis(Op::name, x));
-    AOT_TRY(check_affine(Op::name, in[kWeight], in[kBias], x));
+    AOT_TRY(this->check_axis(Op::name, x));
+    AOT_TRY(this->check_affine(Op::name, in[kWeight], in[kBias], x));
     if (kRelu && in[kResidual]) AOT_TRY(check_like(Op::name, "residual", in[kResidual], "x", x));
-    out[kY] = x, out[kWork] = workspace_of(x);
-    out[kMean] = out[kVar] = of_channels(x, accumulate_dtype(x.dtype));
+    out[kY] = x, out[kWork] = this->workspace_of(x);
+    out[kMean] = out[kVar] = this->of_channels(x, accumulate_dtype(x.dtype));
     return kOk;
   }
 };
@@ -117,25 +137,25 @@ struct BatchNormRelu : BatchNormForward<BatchNormRelu, true> {
 
 // The slots of the backwards. An absent dmean or dvar is zeros.
 template <class Op, bool kRelu_>
-struct BatchNormGradient : BatchNormAttrs {
+struct BatchNormGradient : std::conditional_t<kRelu_, ReluAttrs, ActivatedAttrs> {
   static constexpr bool kRelu = kRelu_;
-  enum Input { kDy, kDmean, kDvar, kX, kWeight, kMean, kVar, kY };
+  enum Input { kDy, kDmean, kDvar, kX, kWeight, kBias, kMean = kRelu ? 5 : 6, kVar, kY };  // a bias, or y
   enum Output { kDx, kDweight, kDbias, kDresidual, kWork = kRelu ? 4 : 3 };
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &x = in[kX], &weight = in[kWeight];
-    AOT_TRY(check_axis(Op::name, x));
-    AOT_TRY(check_affine(Op::name, weight, Spec(), x));
+    AOT_TRY(this->check_axis(Op::name, x));
+    AOT_TRY(this->check_affine(Op::name, weight, kRelu ? Spec() : static_cast<const Spec &>(in[kBias]), x));
     AOT_TRY(check_like(Op::name, "dy", in[kDy], "x", x));
     if (kRelu) AOT_TRY(check_like(Op::name, "y", in[kY], "x", x));
-    AOT_TRY(check_statistics(Op::name, "dmean", in[kDmean], x));
-    AOT_TRY(check_statistics(Op::name, "dvar", in[kDvar], x));
-    AOT_TRY(check_statistics(Op::name, "mean", in[kMean], x));
-    AOT_TRY(check_statistics(Op::name, "var", in[kVar], x));
+    AOT_TRY(this->check_statistics(Op::name, "dmean", in[kDmean], x));
+    AOT_TRY(this->check_statistics(Op::name, "dvar", in[kDvar], x));
+    AOT_TRY(this->check_statistics(Op::name, "mean", in[kMean], x));
+    AOT_TRY(this->check_statistics(Op::name, "var", in[kVar], x));
     out[kDx] = x;
-    out[kDweight] = out[kDbias] = weight ? static_cast<const Spec &>(weight) : of_channels(x, x.dtype);
+    out[kDweight] = out[kDbias] = weight ? static_cast<const Spec &>(weight) : this->of_channels(x, x.dtype);
     if (kRelu) out[kDresidual] = x;
-    out[kWork] = workspace_of(x);
+    out[kWork] = this->workspace_of(x);
     return kOk;
   }
 };
@@ -143,7 +163,8 @@ struct BatchNormGradient : BatchNormAttrs {
 struct BatchNormBackward : BatchNormGradient<BatchNormBackward, false> {
   static constexpr const char *name = "batch_norm_backward";
   static constexpr Slot inputs[] = {
-      {"dy"}, {"dmean", optional}, {"dvar", optional}, {"x"}, {"weight", optional}, {"mean"}, {"var"}};
+      {"dy"}, {"dmean", optional}, {"dvar", optional}, {"x"}, {"weight", optional}, {"bias", optional}, {"mean"},
+      {"var"}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 };

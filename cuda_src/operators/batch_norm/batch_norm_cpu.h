@@ -6,6 +6,7 @@
 
 #include "batch_norm.h"
 #include "cpu/entry.h"
+#include "cpu/math.h"
 #include "cpu/rows.h"
 
 namespace aot {
@@ -85,11 +86,49 @@ Accumulate<W> parameter(const W *of, int64_t c, double absent) {
   return of ? load_one(of + c) : static_cast<Accumulate<W>>(absent);
 }
 
+// ----------------------------------------------------------------------------------------------------- activations
+
+template <typename T>
+AOT_INLINE Vec<T> activated(Vec<T> z, NormActivation activation) {
+  using A = Accumulate<T>;
+  switch (activation) {
+    case kNormRelu:
+      return z < 0 ? Vec<T>{} : z;  // NaN stays NaN
+    case kNormSilu:
+      return Logistic<T>(z).times(z);
+    case kNormHardswish: {
+      const Vec<T> most = Vec<T>{} + A(6), raised = z + A(3), cut = raised < 0 ? Vec<T>{} : raised;
+      return z * (cut > most ? most : cut) * A(1.0 / 6);
+    }
+    default:
+      return z;
+  }
+}
+
+// dy f'(z)
+template <typename T>
+AOT_INLINE Vec<T> activation_gradient(Vec<T> dy, Vec<T> z, NormActivation activation) {
+  using A = Accumulate<T>;
+  switch (activation) {
+    case kNormRelu:
+      return z <= 0 ? Vec<T>{} : dy;
+    case kNormSilu:
+      return Logistic<T>(z).silu_gradient(dy, z);
+    case kNormHardswish: {
+      const Vec<T> most = Vec<T>{} + A(3), inner = dy * (z * A(1.0 / 3) + A(0.5)), upper = z >= most ? dy : inner;
+      return z <= -most ? Vec<T>{} : upper;
+    }
+    default:
+      return dy;
+  }
+}
+
 // --------------------------------------------------------------------------------------------------------- forward
 
-template <bool kRelu, typename T, typename W>
-void batch_norm_loop(const ChannelShape &s, double eps, const T *x, const W *weight, const W *bias, const T *residual,
-                     T *y, Accumulate<T> *mean, Accumulate<T> *var, Accumulate<T> *work) {
+template <typename T, typename W>
+void batch_norm_loop(const ChannelShape &s, double eps, NormActivation activation, const T *x, const W *weight,
+                     const W *bias, const T *residual, T *y, Accumulate<T> *mean, Accumulate<T> *var,
+                     Accumulate<T> *work) {
   using A = Accumulate<T>;
   A *const sums = work + 2 * channel_slices(s) * s.channels;
   const auto terms = static_cast<double>(s.terms());
@@ -112,11 +151,8 @@ void batch_norm_loop(const ChannelShape &s, double eps, const T *x, const W *wei
   const PerChannel<T> scales{scale, last}, shifts{shift, last};
   each_element<T>(s, [=](int64_t i, int64_t c, auto part) {
     Vec<T> v = (load(x + i, part) - means.at(c, part)) * scales.at(c, part) + shifts.at(c, part);
-    if constexpr (kRelu) {
-      if (residual) v += load(residual + i, part);
-      v = v < 0 ? Vec<T>{} : v;
-    }
-    store(y + i, v, part);
+    if (residual) v += load(residual + i, part);
+    store(y + i, activated<T>(v, activation), part);
   });
 }
 
@@ -128,30 +164,36 @@ struct BatchNormGradients {
   const T *dy;
   const A *dmean, *dvar;
   const T *x;
-  const W *weight;
+  const W *weight, *bias;
   const A *mean, *var;
-  const T *y;  // of the ReLU; null without one
+  const T *y;  // of batch_norm_relu, else null
   T *dx;
   W *dweight, *dbias;
   T *dresidual;
 };
 
-template <bool kRelu, typename T, typename W>
-void batch_norm_backward_loop(const ChannelShape &s, double eps, const BatchNormGradients<T, W> &b,
-                              Accumulate<T> *work) {
+template <typename T, typename W>
+void batch_norm_backward_loop(const ChannelShape &s, double eps, NormActivation activation,
+                              const BatchNormGradients<T, W> &b, Accumulate<T> *work) {
   using A = Accumulate<T>;
-  const bool last = s.inner == 1;
-  const auto gradient = [=](int64_t i, auto part) {
-    const Vec<T> dy = load(b.dy + i, part);
-    if constexpr (kRelu) return load(b.y + i, part) <= 0 ? Vec<T>{} : dy;
-    else return dy;
-  };
-  const PerChannel<T> means{b.mean, last};
+  const bool last = s.inner == 1, again = !b.y && activation != kNormPlain;
   A *const of_dy = work + 2 * channel_slices(s) * s.channels, *const of_x = of_dy + s.channels;
-  A *const rest = of_x + s.channels;
+  A *const rest = of_x + s.channels, *const scale_of_z = rest + s.channels, *const shift_of_z = scale_of_z + s.channels;
+  for (int64_t c = 0; c < s.channels && again; ++c) {
+    scale_of_z[c] = static_cast<A>(parameter(b.weight, c, 1) / std::sqrt(b.var[c] + eps));
+    shift_of_z[c] = parameter(b.bias, c, 0);
+  }
+  const PerChannel<T> means{b.mean, last}, z_scales{scale_of_z, last}, z_shifts{shift_of_z, last};
+  const auto gradient = [=](int64_t i, int64_t c, auto part) {
+    const Vec<T> dy = load(b.dy + i, part);
+    if (b.y) return load(b.y + i, part) <= 0 ? Vec<T>{} : dy;
+    if (!again) return dy;
+    const Vec<T> z = (load(b.x + i, part) - means.at(c, part)) * z_scales.at(c, part) + z_shifts.at(c, part);
+    return activation_gradient<T>(dy, z, activation);
+  };
   if (b.dx || b.dweight || b.dbias)
     channel_sums<2, T>(s, work, of_dy, [=](int64_t i, int64_t c, auto part, Vec<T>(&pair)[2]) {
-      pair[0] = gradient(i, part), pair[1] = pair[0] * (load(b.x + i, part) - means.at(c, part));
+      pair[0] = gradient(i, c, part), pair[1] = pair[0] * (load(b.x + i, part) - means.at(c, part));
     });
   const auto terms = static_cast<double>(s.terms());
   for (int64_t c = 0; c < s.channels && (b.dx || b.dweight || b.dbias); ++c) {
@@ -166,7 +208,7 @@ void batch_norm_backward_loop(const ChannelShape &s, double eps, const BatchNorm
   const PerChannel<T> scales{of_dy, last}, slopes{of_x, last}, rests{rest, last};
   if (!b.dx && !b.dresidual) return;
   each_element<T>(s, [=](int64_t i, int64_t c, auto part) {
-    const Vec<T> g = gradient(i, part);
+    const Vec<T> g = gradient(i, c, part);
     if (b.dresidual) store(b.dresidual + i, g, part);
     if (b.dx)
       store(b.dx + i,
@@ -195,9 +237,9 @@ Status batch_norm_cpu(const Op &op, const Tensor *in, const Tensor *out, void *)
     using A = Accumulate<T>;
     const T *residual = nullptr;
     if constexpr (Op::kRelu) residual = in[Op::kResidual].template as<T>();
-    batch_norm_loop<Op::kRelu>(op.shape(x), op.eps, x.as<const T>(), weight.as<const W>(),
-                               in[Op::kBias].template as<const W>(), residual, out[Op::kY].template as<T>(),
-                               out[Op::kMean].template as<A>(), out[Op::kVar].template as<A>(), work.as<A>());
+    batch_norm_loop(op.shape(x), op.eps, op.activation(), x.as<const T>(), weight.as<const W>(),
+                    in[Op::kBias].template as<const W>(), residual, out[Op::kY].template as<T>(),
+                    out[Op::kMean].template as<A>(), out[Op::kVar].template as<A>(), work.as<A>());
     return kOk;
   });
 }
@@ -215,6 +257,7 @@ Status batch_norm_backward_cpu(const Op &op, const Tensor *in, const Tensor *out
                                in[Op::kDvar].template as<A>(),
                                x.as<T>(),
                                weight.as<W>(),
+                               nullptr,
                                in[Op::kMean].template as<A>(),
                                in[Op::kVar].template as<A>(),
                                nullptr,
@@ -223,8 +266,9 @@ Status batch_norm_backward_cpu(const Op &op, const Tensor *in, const Tensor *out
                                out[Op::kDbias].template as<W>(),
                                nullptr};
     if constexpr (Op::kRelu) b.y = in[Op::kY].template as<T>(), b.dresidual = out[Op::kDresidual].template as<T>();
+    else b.bias = in[Op::kBias].template as<W>();
     const ChannelShape shape = op.shape(x);
-    batch_norm_backward_loop<Op::kRelu>(shape, op.gradient_eps(shape), b, work.as<A>());
+    batch_norm_backward_loop(shape, op.gradient_eps(shape), op.activation(), b, work.as<A>());
     return kOk;
   });
 }
