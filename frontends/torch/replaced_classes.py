@@ -12,6 +12,7 @@ from aotops.infer import MAX_NDIM
 from . import replaced_calls, replaced_globals, replaced_layers, replaced_masks
 from .known_modules import ORIGINAL
 from .replaced_forwards import FUSED, MADE_FOR, learn, operator_of, serve_of
+from .replaced_images import is_alone
 from .tensors import is_compiling, is_known
 
 _KINDS = "_aotops_kinds"
@@ -70,7 +71,7 @@ def _forward(original: type[nn.Module]) -> Any:
     if form.kind == "linear_cross_entropy":
         return _of_a_model(serve, theirs)
     if form.kind in ("add_norm", "batch_norm"):
-        return _of_layers(serve, theirs)
+        return _of_layers(serve, theirs, form.kind == "batch_norm" and is_alone(form))
     return _of_a_layer(serve, theirs, form.kind in FUSED, form.kind == "matrix")
 
 
@@ -97,12 +98,13 @@ def _is_served(module: nn.Module, x: Tensor) -> bool:
     return is_compiling() or all(p is None or is_known(p) for p in module._parameters.values())
 
 
-def _of_layers(serve, theirs):
-    """In compiled code the original: torch's compiler fuses sums and batch norms with their neighbours by itself."""
+def _of_layers(serve, theirs, compiles):
+    """``compiles``: whether calls in compiled code are served. Of several modules torch's compiler fuses what follows a
+    norm by itself."""
 
     @functools.wraps(theirs)
     def forward(self, *args, **kwargs):
-        if args and isinstance(args[0], Tensor) and not is_compiling():
+        if args and isinstance(args[0], Tensor) and (compiles or not is_compiling()):
             result = serve(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result

@@ -66,6 +66,17 @@ def batch_norm(names: Names, torchs: Any = None, layer: str = "") -> Callable[..
     return _sequence if torchs is nn.Sequential else _batch_norm
 
 
+def is_alone(form: Form) -> bool:
+    """Whether a form of a batch norm is that, and an activation that it holds: not several modules."""
+    return form.options.get("layer", "activated") == "activated" and form.options.get("torchs") is not nn.Sequential
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether torch's compiler makes reductions of the library's batch norm, which it fuses with their neighbours. Of
+    torch's own it reads images of the library's convolutions, which are NHWC, against their order."""
+    return x.is_cuda and x.element_size() == 2
+
+
 def batch_norm_refusal(module: Any, form: Form, names: Names) -> str | None:
     """None where no batch norm is followed by an activation."""
     if form.options.get("torchs") is nn.Sequential:
@@ -101,7 +112,7 @@ def _is_taken(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def _batch_norm(self: Any, x: Tensor) -> Any:
-    return _normalized(self, x)
+    return NotImplemented if is_compiling() and not fuses(x) else _normalized(self, x)
 
 
 def _normalized(norm: Any, x: Tensor, residual: Tensor | None = None, activation: str | None = None) -> Any:
@@ -114,8 +125,11 @@ def _normalized(norm: Any, x: Tensor, residual: Tensor | None = None, activation
 
 
 def _activated(names: Names, self: Any, /, x: Tensor) -> Any:
-    if x.dim() != 4:
+    if x.dim() != 4 or (is_compiling() and not fuses(x)):
         return NotImplemented
+    if is_compiling():
+        y = _normalized(self, x)
+        return y if y is NotImplemented else getattr(self, names["ACT"])(getattr(self, names["DROPOUT"])(y))
     drop, act = child(self, names["DROPOUT"]), child(self, names["ACT"])
     activation = _ACTIVATIONS.get(type(act)) if _is_nothing(drop) and is_bare(act) else None
     y = _normalized(self, x, None, activation)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch import known_images, replaced_calls, replaced_classes  # noqa: E402
+from aotops.frontends.torch import known_images, replaced_calls, replaced_classes, replaced_images  # noqa: E402
 from aotops.frontends.torch.tensors import READS_TENSORS  # noqa: E402
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
@@ -85,11 +85,15 @@ def pair(make, where="cpu", dtype=torch.float64):
     return theirs, mine
 
 
-def run(module, x, residual=None):
+def run(module, x):
     """The result, the gradients, and the buffers after it."""
+    return run_as(module, module, x)
+
+
+def run_as(call, module, x):
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     torch.manual_seed(2)
-    y = module(x)
+    y = call(x)
     leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
     dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y)
     grads = torch.autograd.grad(y, leaves, dy, allow_unused=True) if y.requires_grad else ()
@@ -210,6 +214,28 @@ def test_compiled_code_is_the_originals(name):
         torch.compile(module, backend=keep, fullgraph=True)(x)
     assert not any("aotops" in target for target in graphs[1])
     torch.testing.assert_close(list(mine.buffers()), list(theirs.buffers()))
+
+
+@pytest.mark.parametrize("name", ["BatchNorm2d", "timm's norm and SiLU", "torchvision's basic block", "in turn"])
+def test_compiled_for_a_gpu_in_16_bits_norms_are_the_librarys(name, monkeypatch):
+    """Of which torch's compiler makes reductions. What follows is torch's."""
+    theirs, mine = pair(MODULES[name])
+    monkeypatch.setattr(replaced_images, "fuses", lambda x: True)
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(mine, backend=keep, fullgraph=True)
+    expected = run(theirs, images())
+    for a, b in zip(run_as(compiled, mine, images()), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    norms = sum(isinstance(m, nn.BatchNorm2d) for m in mine.modules())
+    is_block = isinstance(mine, Block)
+    found = [target for target in graphs[0] if target.startswith("aotops")]
+    assert found == ["aotops.batch_norm.default"] * (2 if is_block else norms)
 
 
 def test_frozen_and_mixed():
