@@ -42,7 +42,7 @@ from .exchange import exchanged
 from .models import kernels
 from .models.torch_train import Clock
 
-IMPLS = ("torch", "replace", "aotops", "torch.compile", "replace.compile", "aotops.compile")
+IMPLS = ("torch", "replace", "torch.compile", "replace.compile", "aotops.compile")
 PREPARED, WARM_UP, STEPS, PROFILED = 2, 5, 20, 3
 LISTED = 10  # kernels of a row
 ROUNDING = 2.0**-7  # the largest distance, of a number, to its neighbour in bfloat16

@@ -808,18 +808,22 @@ bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
          !is_in_training(self);
 }
 
-// Whether a call of a function of images is the original's. In NCHW torch's convolutions of 16 bits take as long, but
-// for those of few channels and of groups; under autocast torch casts a weight once, and calls here cost the host more.
+// Whether a call of a function of images is the original's. Where image and weight are NCHW, torch's convolutions of 16
+// bits take as long, but for those of few channels and of groups; under autocast torch casts a weight once, and calls
+// here cost the host more.
 bool is_originals_image(const Module &m, void *self, const DLTensor &x) {
-  static void *const groups = PyUnicode_InternFromString("groups");
+  static void *const groups = PyUnicode_InternFromString("groups"), *const weight = PyUnicode_InternFromString("weight");
   if (x.device_type != m.device || x.ndim != 4 || x.bits > m.image_bits || x.shape[2] * x.shape[3] == 1) return true;
   if (x.shape[1] <= m.few_channels) return false;
   const bool autocasts = !gate.plain_thread(false);
   if (!autocasts && (x.bits > 16 || !Layout(x).contiguous)) return false;
+  DLTensor w;
   Ref own = PyObject_GenericGetDict(self, nullptr);
   void *const found = own ? PyDict_GetItemWithError(own, groups) : nullptr;
   const bool is_one = found && PyLong_AsLong(found) == 1;
-  return PyErr_Clear(), is_one;
+  void *const tensor = is_one && !autocasts ? parameter_of(own, weight) : nullptr;
+  const bool reads = tensor && is_plain(tensor) && !torch.exchange->read(tensor, &w);
+  return PyErr_Clear(), is_one && !(reads && !Layout(w).contiguous);
 }
 
 // Whether the original's forward serves a call without further questions. What decides is the same with and without a

@@ -38,8 +38,11 @@ def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
         is_image = x.is_cuda and x.dim() == 4 and x.is_floating_point()
         if not is_image or dtype is None or dtype.itemsize > 4 or self.padding_mode != "zeros":
             return NotImplemented
-        is_pixel = not is_compiling() and x.shape[2] * x.shape[3] == 1
-        if is_pixel or (self.groups == 1 and x.shape[1] > FEW_CHANNELS and not _pays(x)):
+        if x.shape[2] * x.shape[3] == 1:  # compiled, a product, which decides on no other's layout
+            pays = is_compiling()
+        else:
+            pays = self.groups > 1 or x.shape[1] <= FEW_CHANNELS or _pays(x, self.weight)
+        if not pays:
             return NotImplemented
         options = self.stride, self.padding, self.dilation, self.groups
         return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
@@ -47,10 +50,10 @@ def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
     return serve
 
 
-def _pays(x: Tensor) -> bool:
-    """Whether a convolution of many channels, without groups, is faster here. In NCHW torch's of 16 bits take as long;
-    under autocast torch casts a weight once, and calls here cost the host more."""
-    return not autocasts(x) and (x.element_size() > 2 or not x.is_contiguous())
+def _pays(x: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution of many channels, without groups, is faster here. Where both are NCHW torch's of 16 bits
+    take as long; under autocast torch casts a weight once, and calls here cost the host more."""
+    return not autocasts(x) and (x.element_size() > 2 or not (x.is_contiguous() and weight.is_contiguous()))
 
 
 def conv2d_refusal(module: Any, form: Form, names: Names) -> str:
@@ -72,8 +75,7 @@ def is_alone(form: Form) -> bool:
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether torch's compiler makes reductions of the library's batch norm, which it fuses with their neighbours. Of
-    torch's own it reads images of the library's convolutions, which are NHWC, against their order."""
+    """Whether torch's compiler makes reductions of the library's batch norm, which it fuses with their neighbours."""
     return x.is_cuda and x.element_size() == 2
 
 

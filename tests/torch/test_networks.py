@@ -154,9 +154,9 @@ def test_what_is_not_taken_is_torchs():
 
 def test_command(tmp_path):
     file = tmp_path / "rows.json"
-    networks.main(["--tiny", "--impls", "torch,replace,aotops", "--at-once", "2", "--json", str(file)])
+    networks.main(["--tiny", "--impls", "torch,replace,aotops.compile", "--at-once", "2", "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["network"], row["impl"]) for row in rows] == [("unet", i) for i in ("torch", "replace", "aotops")]
+    assert [(row["network"], row["impl"]) for row in rows] == [("unet", i) for i in ("torch", "replace", "aotops.compile")]
     theirs, replaced, ours = (row["losses"] for row in rows)
     assert ours == pytest.approx(theirs, abs=2e-3)
     assert replaced == pytest.approx(theirs, abs=2e-3)
@@ -169,7 +169,7 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(("loss", "is_right"), [(7.03125, True), (7.125, False), (math.nan, False)])
 def test_first_losses_that_are_apart_are_a_failure(loss, is_right, tmp_path, monkeypatch):
     """The rows of a record may be of several runs."""
-    losses = {"torch.compile": 6.96875, "torch": 7.0, "aotops": loss}
+    losses = {"torch.compile": 6.96875, "torch": 7.0, "replace": loss}
     times = {"ms": 2.0, "host_ms": 1.0, "peak_gib": 1.0}
 
     def measured(name, impl, *_):
@@ -178,10 +178,10 @@ def test_first_losses_that_are_apart_are_a_failure(loss, is_right, tmp_path, mon
     monkeypatch.setattr(networks, "measure", measured)
     for impl in losses:
         run = ["deit", "--impls", impl, "--json", str(tmp_path / "rows.json")]
-        if is_right or impl != "aotops":
+        if is_right or impl != "replace":
             networks.main(run)
         else:
-            with pytest.raises(SystemExit, match=f"deit aotops: loss {loss}, torch's 7.0"):
+            with pytest.raises(SystemExit, match=f"deit replace: loss {loss}, torch's 7.0"):
                 networks.main(run)
 
 
@@ -196,7 +196,7 @@ def test_the_page_has_the_table_of_the_record(tmp_path, monkeypatch):
     rows.append({"network": "swin", "impl": "aotops.compile"} | figures | {"ms": 15.0})
     record = {"device": "a GPU", "date": "then", "versions": {"torch": "2"}, "rows": rows}
     networks.RESULTS.write_text(json.dumps(record))
-    line = "| Swin-T | 64 |  |  |  | 30.0, 20.0, 2.5 |  | 15.0, 20.0, 2.5 |  | 0.50, 1.00, 1.00 |"
+    line = "| Swin-T | 64 |  |  | 30.0, 20.0, 2.5 |  | 15.0, 20.0, 2.5 |  | 0.50, 1.00, 1.00 |"
     assert f"\n{line}\n\na GPU, torch 2, then.\n<!-- end -->" in networks.page(text)
 
 

@@ -300,6 +300,18 @@ def convolutions(name, where, dtype, last):
     return theirs, mine
 
 
+def test_which_convolutions_of_many_channels_pay():
+    """As test_which_convolutions_of_many_channels_are_served, where C leaves a call to Python."""
+    x, weight = torch.randn(2, 16, 5, 5), torch.randn(16, 16, 3, 3)
+    last = {"memory_format": torch.channels_last}
+    assert replaced_images._pays(x, weight)
+    assert not replaced_images._pays(x.bfloat16(), weight.bfloat16())
+    assert replaced_images._pays(x.to(torch.bfloat16, **last), weight.bfloat16())
+    assert replaced_images._pays(x.bfloat16(), weight.to(torch.bfloat16, **last))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not replaced_images._pays(x.to(**last), weight)
+
+
 @pytest.mark.gpu
 @gpu[1]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
