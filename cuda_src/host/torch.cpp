@@ -812,7 +812,8 @@ bool is_originals_product(const Module &m, void *self, const DLTensor &x) {
 // bits take as long, but for those of few channels and of groups; under autocast torch casts a weight once, and calls
 // here cost the host more.
 bool is_originals_image(const Module &m, void *self, const DLTensor &x) {
-  static void *const groups = PyUnicode_InternFromString("groups"), *const weight = PyUnicode_InternFromString("weight");
+  static void *const groups = PyUnicode_InternFromString("groups"), *const weight =
+                                                                        PyUnicode_InternFromString("weight");
   if (x.device_type != m.device || x.ndim != 4 || x.bits > m.image_bits || x.shape[2] * x.shape[3] == 1) return true;
   if (x.shape[1] <= m.few_channels) return false;
   const bool autocasts = !gate.plain_thread(false);

@@ -154,12 +154,11 @@ def test_what_is_not_taken_is_torchs():
 
 def test_command(tmp_path):
     file = tmp_path / "rows.json"
-    networks.main(["--tiny", "--impls", "torch,replace,aotops.compile", "--at-once", "2", "--json", str(file)])
+    networks.main(["--tiny", "--impls", "torch,replace", "--at-once", "2", "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["network"], row["impl"]) for row in rows] == [("unet", i) for i in ("torch", "replace", "aotops.compile")]
-    theirs, replaced, ours = (row["losses"] for row in rows)
+    assert [(row["network"], row["impl"]) for row in rows] == [("unet", "torch"), ("unet", "replace")]
+    theirs, ours = (row["losses"] for row in rows)
     assert ours == pytest.approx(theirs, abs=2e-3)
-    assert replaced == pytest.approx(theirs, abs=2e-3)
     assert theirs[-1] < theirs[0] - 0.1
     assert min(row[key] for row in rows for key in ("ms", "host_ms")) > 0
     networks.main(["--tiny", "--within", "0", "--json", str(tmp_path / "none.json")])
