@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import accumulation, batch_norms
 from . import functional as F
+from .precision import convolutions_allow_tf32
 from .tensors import is_compiling
 
 _AFFINE = ("weight", "bias")
@@ -203,7 +204,7 @@ class LLTM(torch.nn.Module):
 
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors stay
-    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros it calls
+    so, and TF32 is used where torch allows it (``torch.backends.cudnn``). With another padding_mode than zeros it calls
     torch's own."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ class Conv2d(torch.nn.Conv2d):
             return super().forward(input)
         weight, bias = _affine(self)
         options = self.stride, self.padding, self.dilation, self.groups
-        return F.conv2d(input, weight, bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
+        return F.conv2d(input, weight, bias, *options, allow_tf32=convolutions_allow_tf32())
 
 
 class _BatchNorm:

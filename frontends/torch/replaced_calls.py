@@ -13,7 +13,6 @@ from ctypes import addressof, c_void_p
 from inspect import signature
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn import functional
 
@@ -24,6 +23,7 @@ from aotops.ops import OPS
 from . import structs
 from .bytecode import Form, Names
 from .call import install_call
+from .precision import convolutions_allow_tf32
 from .registered import builtins
 from .replaced_children import GLOBAL_HOOKS, are_instances
 from .replaced_images import FEW_CHANNELS
@@ -174,7 +174,7 @@ def _matrix(names: Names, **_: Any) -> _Sources:
 
 def _conv2d(names: Names, **_: Any) -> _Sources:
     options = {name: ("a", name) for name in ("stride", "padding", "dilation", "groups")}
-    tf32: Source = ("f", torch._C._get_cudnn_allow_tf32)
+    tf32: Source = ("f", convolutions_allow_tf32)
     held = {"held_name": "padding_mode", "held": sys.intern("zeros")}
     affine: dict[str, Source] = {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}
     return affine | options | {"allow_tf32": tf32}, {

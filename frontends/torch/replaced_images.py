@@ -20,6 +20,7 @@ from . import (
 from . import functional as F
 from .bytecode import Form, Names
 from .known_modules import ORIGINAL, form_of
+from .precision import convolutions_allow_tf32
 from .replaced_children import child, is_bare
 from .replaced_dtypes import autocasts, product_dtype
 from .tensors import is_compiling, is_known
@@ -45,7 +46,7 @@ def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
         if not pays:
             return NotImplemented
         options = self.stride, self.padding, self.dilation, self.groups
-        return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
+        return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=convolutions_allow_tf32())
 
     return serve
 

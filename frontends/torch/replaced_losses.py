@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from . import functional as F
 from . import known_losses as known
+from .precision import products_allow_tf32
 
 
 def _cross_entropy(logits, labels, vocab_size, num_items_in_batch, ignore_index):
@@ -63,7 +63,7 @@ def causal_lm_head_loss(
     """The loss of the next token with the head in it. ``logits``: the rows that the head would take, by the name that
     models call the loss with."""
     target = _of_the_next(labels, shift_labels, ignore_index).to(logits.device)
-    options = {"softcap": softcap, "allow_tf32": torch.backends.cuda.matmul.allow_tf32}
+    options = {"softcap": softcap, "allow_tf32": products_allow_tf32()}
     dtype = "float32" if logits.element_size() == 2 else None
     reduction = _reduction(num_items_in_batch)
     loss = F.linear_cross_entropy(logits, weight, target, bias, ignore_index, reduction, dtype=dtype, **options)
