@@ -42,7 +42,7 @@ def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
         if x.shape[2] * x.shape[3] == 1:  # compiled, a product, which decides on no other's layout
             pays = is_compiling()
         else:
-            pays = self.groups > 1 or x.shape[1] <= FEW_CHANNELS or _pays(x, self.weight)
+            pays = x.shape[1] <= FEW_CHANNELS or (self.training and (self.groups > 1 or _pays(x, self.weight)))
         if not pays:
             return NotImplemented
         options = self.stride, self.padding, self.dilation, self.groups

@@ -238,6 +238,30 @@ def test_compiled_for_a_gpu_in_16_bits_norms_are_the_librarys(name, monkeypatch)
     assert found == ["aotops.batch_norm.default"] * (2 if is_block else norms)
 
 
+@pytest.mark.parametrize("then", [nn.Identity, nn.SiLU])
+def test_transforms(then):
+    """Without running statistics, which no transform lets a batch norm write to."""
+    theirs = nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False), then()).double()
+    mine = copy.deepcopy(theirs)
+    ours.replace(mine)
+    parameters = {name: p.detach() for name, p in theirs.named_parameters()}
+    x, t = torch.randn(2, 3, 4, 5, 5, dtype=torch.float64)
+    samples = x[:, None].expand(3, 2, 4, 5, 5)
+
+    def loss(module, p, x):
+        return torch.func.functional_call(module, p, x).pow(3).sum()
+
+    for transform in (
+        lambda m: torch.func.jvp(m, (x,), (t,))[1],
+        lambda m: torch.func.vmap(m)(samples),
+        lambda m: torch.func.hessian(lambda x: m(x).pow(3).sum())(x[:1, :, :2, :2]),
+        lambda m: torch.func.vmap(torch.func.grad(lambda p, x: loss(m, p, x)), (None, 0))(parameters, samples),
+        lambda m: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False),
+        lambda m: torch.export.export(m, (x,)).module()(x),
+    ):
+        torch.testing.assert_close(transform(mine), transform(theirs), rtol=1e-6, atol=1e-8)
+
+
 def test_frozen_and_mixed():
     """Parameters without a gradient, and, on a CPU, tensors of 16 bits, which are the original's."""
     theirs, mine = pair(MODULES["in turn"])
@@ -369,7 +393,7 @@ def on_the_cpu(monkeypatch):
 
 @pytest.mark.skipif(not READS_TENSORS, reason="this torch has no plain calls")
 def test_which_convolutions_of_many_channels_are_served(on_the_cpu):
-    """Groups, 32 bits and channels_last are served, under autocast groups alone."""
+    """Groups, 32 bits and channels_last are served in training, under autocast groups alone."""
     x = torch.randn(2, 16, 5, 5)
     for groups in (1, 4, 16):
         module = nn.Conv2d(16, 16, 3, groups=groups)
@@ -383,6 +407,8 @@ def test_which_convolutions_of_many_channels_are_served(on_the_cpu):
             with torch.autocast("cpu", torch.bfloat16):
                 is_served = nodes(module(given))[0] == "Conv2DBackward"
             assert is_served is (groups > 1)
+            assert nodes(module.eval()(given))[0] != "Conv2DBackward"
+            module.train()
 
 
 @pytest.mark.skipif(not READS_TENSORS, reason="this torch has no plain calls")
