@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from . import replaced_heads, replaced_images, replaced_layers, replaced_products
+from . import replaced_heads, replaced_images, replaced_layers, replaced_products, replaced_softmax
 from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
 from .replaced_children import child, is_bare, parameter
@@ -238,15 +238,6 @@ def _linear_refusal(module: Any, form: Form, names: Names) -> str | None:
 # --------------------------------------------------------------------------------------------------------------- others
 
 
-def _softmax(names: Names, **_: Any) -> Serve:
-    def serve(self, x):
-        if self.dim is None or not x.is_floating_point():
-            return NotImplemented
-        return F.softmax(x, self.dim)
-
-    return serve
-
-
 def _cross_entropy(names: Names, **_: Any) -> Serve:
     def serve(self, x, target):
         options = self.ignore_index, self.reduction, self.label_smoothing
@@ -262,7 +253,7 @@ _SERVES: dict[str, Callable[..., Serve]] = {
     "swiglu": _swiglu,
     "linear": _linear,
     "matrix": replaced_products.alone,
-    "softmax": _softmax,
+    "softmax": replaced_softmax.softmax,
     "cross_entropy": _cross_entropy,
     "conv2d": replaced_images.conv2d,
     "add_norm": partial(replaced_layers.add_norm, _activated),

@@ -1,5 +1,6 @@
-"""Functions that the forward of a module calls by a global name: the rotation of queries and keys, and transformers'
-table of attentions. The class of torch's loss, which is made as a module's is, joins them in replaced_classes.py.
+"""Functions that the forward of a module calls by a global name: the rotation of queries and keys, torch's attention,
+and transformers' table of attentions. The class of torch's loss, which is made as a module's is, joins them in
+replaced_classes.py.
 
 The replaced module's forward has the code of the original one, and globals in which that name is another function's.
 They are copied when the class is made: a name that is assigned to later in transformers' file is not seen.
@@ -9,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from . import functional as F
 from . import packed_heads
+from .attention import scaled_dot_product_attention
 from .bytecode import global_of
 from .known_rotations import is_partial, is_rotation
 
@@ -30,6 +33,8 @@ class Called(NamedTuple):
     methods: tuple[str, ...] = ("forward",)
     unknown: Callable[[FunctionType], str] = lambda function: ""
     """Another name in a method that is not known, or ""."""
+    is_read: Callable[[FunctionType, str], bool] = lambda function, name: True
+    """Whether a method that has one of the names has it for that kind."""
 
 
 def kinds_of(cls: type) -> tuple[str, ...]:
@@ -59,7 +64,8 @@ def _caller(cls: type, called: Called, method: str) -> FunctionType | None:
 
 
 def _names(function: FunctionType, called: Called) -> list[str]:
-    return [name for name in called.names if name in function.__code__.co_names and name in function.__globals__]
+    names = (name for name in called.names if name in function.__code__.co_names and name in function.__globals__)
+    return [name for name in names if called.is_read(function, name)]
 
 
 def methods_of(cls: type, kinds: tuple[str, ...]) -> dict[str, FunctionType]:
@@ -144,6 +150,24 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
+_SCALED = "scaled_dot_product_attention"
+
+
+def _is_of_torch(value: Any) -> bool:
+    return value is torch or value is nn or value is functional
+
+
+def _with_attention(theirs: ModuleType) -> ModuleType:
+    """A module of torch's as it is, with the library's attention: for what that does not take, it calls torch's."""
+    made = ModuleType(theirs.__name__)
+    own: dict[str, Any] = {_SCALED: scaled_dot_product_attention}
+    if theirs is not functional:
+        own = {"functional": _with_attention(functional)} if theirs is nn else {"nn": _with_attention(nn)}
+    vars(made).update(vars(theirs) | own)
+    return made
+
+
 def _is_table(value: Any) -> bool:
     cls = type(value)
     return (cls.__module__, cls.__name__) == ("transformers.modeling_utils", "AttentionInterface")
@@ -172,7 +196,9 @@ def _ours(theirs: Any) -> Any:
     return _attention if theirs is _SDPA.get("function") else theirs
 
 
-def _attentions(theirs: Any) -> _Attentions:
+def _attentions(theirs: Any) -> Any:
+    if _is_of_torch(theirs):
+        return _with_attention(theirs)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     _SDPA["function"] = sdpa_attention_forward
@@ -201,5 +227,10 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 CALLED = {
     "rope": Called(("apply_rotary_pos_emb",), is_rotation, _rotation),
-    "attention": Called(("ALL_ATTENTION_FUNCTIONS",), _is_table, _attentions),
+    "attention": Called(
+        (_TABLE, "F", "functional", "nn", "torch"),
+        lambda value: _is_table(value) or _is_of_torch(value),
+        _attentions,
+        is_read=lambda function, name: name == _TABLE or _SCALED in function.__code__.co_names,
+    ),
 }

@@ -108,13 +108,13 @@ def replace(
     Args:
         model: on any device, in any dtype, training or not.
         only: the kinds to replace: "layer_norm", "rms_norm", "gelu", "swiglu", "linear" (with the activation after it),
-            "softmax", "cross_entropy", "conv2d", "batch_norm" (with the residual and the ReLU after it), "add_norm" (a
-            residual's sum and the norm of it), "rope" and "mask".
-            Default: all.
+            "softmax", "cross_entropy", "conv2d", "batch_norm" (with the residual and the activation after it),
+            "add_norm" (a residual's sum and the norm of it), "rope" and "mask". Default: all.
         without: kinds to leave.
         also: kinds that are replaced only where they are asked for. "linear_cross_entropy": the head of a model for
             language and its loss, where the model is called in training with ``labels=``: its result then has no
-            ``logits``, as with Liger. "attention": torch's attention in transformers' models.
+            ``logits``, as with Liger. "attention": torch's attention in transformers' models, and in modules whose
+            forward calls ``scaled_dot_product_attention``.
 
     Returns:
         A record, whose rows say what was replaced, what was left, and why. ``restore()`` takes it back, as does the end
