@@ -218,7 +218,7 @@ def test_compiled_code_is_the_originals(name):
 
 @pytest.mark.parametrize("name", ["BatchNorm2d", "timm's norm and SiLU", "torchvision's basic block", "in turn"])
 def test_compiled_for_a_gpu_in_16_bits_norms_are_the_librarys(name, monkeypatch):
-    """Of which torch's compiler makes reductions. What follows is torch's."""
+    """Torch's compiler makes reductions of them. What follows is torch's."""
     theirs, mine = pair(MODULES[name])
     monkeypatch.setattr(replaced_images, "fuses", lambda x: True)
     graphs = []
