@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from torch import _assert
 from torch.nn import functional as F
 
+from . import private
 from .known_modules import form
+
+_assert = private.assertion
 
 
 @form("batch_norm", layer="activated")

@@ -139,6 +139,19 @@ will_run = _required("_C._will_engine_execute_node")
 disable_dynamo = _required("_disable_dynamo")  # it imports Dynamo at the first call
 queue_callback = _required("autograd.Variable._execution_engine.queue_callback")
 
+# ---------------------------------------------------------------------------------------------- settings, and forwards
+
+precision_of = _find("_C._get_fp32_precision_getter")
+"""The setting of TF32 of a backend's operator, from torch 2.9 on; None before."""
+assertion = _required("_assert")
+
+
+def constant(function: Any) -> Any:
+    """A function whose result a trace keeps: torch.compiler.assume_constant_result, which imports Dynamo."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 # ---------------------------------------------------------------------------------------------- the partition of graphs
 
 CheckpointPolicy = optional_of("torch.utils.checkpoint", "CheckpointPolicy", "Inductor alone chooses what is kept")

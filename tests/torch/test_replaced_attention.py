@@ -15,6 +15,14 @@ from torch.nn import functional as F  # noqa: E402
 from aotops.frontends import torch as ours  # noqa: E402
 from aotops.frontends.torch.replaced_softmax import has_whole_vectors  # noqa: E402
 
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Dynamo counts what it has compiled of one code, which all modules of a form share."""
+    yield
+    torch._dynamo.reset()
+
+
 NAME = "scaled_dot_product_attention"
 
 

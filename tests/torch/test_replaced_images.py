@@ -19,6 +19,13 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 ON = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
 
 
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Dynamo counts what it has compiled of one code, which all modules of a form share."""
+    yield
+    torch._dynamo.reset()
+
+
 class Block(nn.Module):
     """A module of a form: the attributes of all, by the names that the references have."""
 
