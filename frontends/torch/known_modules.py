@@ -252,7 +252,7 @@ TORCHS: dict[type[nn.Module], str] = {
 if hasattr(nn, "RMSNorm"):
     TORCHS[nn.RMSNorm] = "rms_norm"
 """torch's own modules: a subclass is known if it has its forward."""
-_CALLED = {nn.Conv2d: ("_conv_forward",)}
+_CALLED = {nn.Conv2d: ("_conv_forward",), nn.Sequential: ("__iter__",)}
 """Other methods that a forward calls."""
 
 

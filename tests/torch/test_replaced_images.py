@@ -292,6 +292,11 @@ def test_a_residual_that_is_not_like_x_is_added_apart():
     assert_alike(theirs, mine, images())
 
 
+class Backwards(nn.Sequential):
+    def __iter__(self):
+        return iter(reversed([*self._modules.values()]))
+
+
 def test_what_is_left():
     def rows(module, **options):
         return {(row.module, row.operator, row.reason) for row in ours.replace(module, **options)}
@@ -302,6 +307,9 @@ def test_what_is_left():
     }
     assert rows(nn.SyncBatchNorm(8)) == {("SyncBatchNorm", None, "no operator has its forward")}
     assert rows(nn.BatchNorm2d(8), without="batch_norm") == {("BatchNorm2d", None, "not selected")}
+    backwards = Backwards(nn.BatchNorm2d(8), nn.ReLU())
+    assert ("Backwards", "batch_norm", "") not in rows(backwards, without="add_norm")
+    assert backwards(images(dtype=torch.float32)).amin() < 0
     others = Block()
     others.NORM_2 = nn.GroupNorm(2, 8)
     others.__class__ = type("Net", (Block,), {"forward": known_images._torchvision_basic})
