@@ -1,5 +1,5 @@
 """The forwards of modules of networks of images, as those of replaced_forwards.py: convolutions, batch norms by the
-statistics of their input, and what follows these in one operator: a residual's sum and a ReLU.
+statistics of their input, and what follows these in one operator: a residual's sum and an activation.
 
 A norm and what follows are apart where one of them has hooks, or was exchanged by what is not known.
 """
