@@ -45,8 +45,10 @@ def _made(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
 def _methods(original: type[nn.Module], kinds: tuple[str, ...], call: replaced_calls.Call | None) -> dict[str, Any]:
     if replaced_globals.kinds_of(original):
         return replaced_masks.without_positions(original, kinds, replaced_globals.methods_of(original, kinds))
-    forward = _forward(original)
-    return {"forward": _at_once(call.run, forward, original.forward) if call else forward}
+    forward: Any = _forward(original)
+    forward = _at_once(call.run, forward, original.forward) if call else forward
+    forward.__code__ = forward.__code__.replace()  # torch's compiler compiles a code for so many classes, and no more
+    return {"forward": forward}
 
 
 def _at_once(run, python, theirs):

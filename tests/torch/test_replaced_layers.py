@@ -240,6 +240,12 @@ def test_a_product_and_its_activation(cls, monkeypatch):
     assert not is_fused()
 
 
+def test_each_class_is_compiled_by_itself():
+    """Dynamo counts what it has compiled of a code, and stops at eight."""
+    codes = {id(type(pair(cls)[1]).forward.__code__) for cls in LAYERS}
+    assert len(codes) == len(LAYERS)
+
+
 @EVERY
 def test_other_ways_to_run_a_layer(cls):
     theirs, mine = pair(cls)
