@@ -9,16 +9,15 @@ from torch import Tensor
 
 from . import accumulation, batch_norms
 from . import functional as F
+from .attributes import has_own
 from .precision import convolutions_allow_tf32
-from .tensors import is_compiling
 
 _AFFINE = ("weight", "bias")
 
 
 def _affine(module: Any) -> tuple[Any, Any]:
-    """The weight and the bias. nn.Module's ``__getattr__``, which is asked where the class or the instance may have
-    others, takes 0.6 us for each, of 8 of a forward."""
-    if not is_compiling() and type(module) in _CLASSES and module.__dict__.keys().isdisjoint(_AFFINE):
+    """The weight and the bias."""
+    if has_own(module, _AFFINE):
         own = module._parameters
         try:
             return own["weight"], own["bias"]
@@ -257,6 +256,3 @@ class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
 
 class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
     """``torch.nn.BatchNorm3d`` on the library's kernel: see ``BatchNorm2d``."""
-
-
-_CLASSES = frozenset([LayerNorm, Linear, Conv2d])

@@ -21,11 +21,12 @@ from aotops.op import Op
 from aotops.ops import OPS
 
 from . import structs
+from .attributes import are_instances
 from .bytecode import Form, Names
 from .call import install_call
 from .precision import convolutions_allow_tf32
 from .registered import builtins
-from .replaced_children import GLOBAL_HOOKS, are_instances
+from .replaced_children import GLOBAL_HOOKS
 from .replaced_images import FEW_CHANNELS
 from .replaced_products import LARGE_WEIGHT, MANY_ROWS
 
@@ -83,6 +84,14 @@ PRODUCT = {
     "fewest_rows": MANY_ROWS,
 }
 """Which products alone are served (``Module`` in cuda_src/host/torch.cpp)."""
+IMAGE = {
+    "device": CUDA,
+    "image_bits": 32,
+    "few_channels": FEW_CHANNELS,
+    "held_name": "padding_mode",
+    "held": "zeros",
+}
+"""Which convolutions are served, likewise. A string that is written in code is interned, as torch's is."""
 
 
 def call_of(original: type, form: Form, names: Names) -> Call | None:
@@ -133,13 +142,13 @@ def _call(op: Op, plain: Any, sources: Mapping[str, Source], options: Mapping[st
 # --------------------------------------------------------------------------------------------------- sources, by kind
 
 _Sources = tuple[dict[str, Source], dict[str, Any]] | None
+_AFFINE: dict[str, Source] = {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}
 
 
 def _layer_norm(names: Names, switch: str = "", **_: Any) -> _Sources:
-    affine: dict[str, Source] = {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}
     held = {"held_name": switch, "held": False} if switch else {}
     sources = {"normalized_shape": ("a", "normalized_shape"), "eps": ("a", "eps")}
-    return affine | sources, {"wide_in_autocast": True, **LARGE_NORM, **held}
+    return _AFFINE | sources, {"wide_in_autocast": True, **LARGE_NORM, **held}
 
 
 def _rms_norm(
@@ -169,20 +178,12 @@ def _gelu(names: Names, widened=False, composed=False, activation="", torchs: An
 
 
 def _matrix(names: Names, **_: Any) -> _Sources:
-    return {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}, PRODUCT
+    return _AFFINE, PRODUCT
 
 
 def _conv2d(names: Names, **_: Any) -> _Sources:
-    options = {name: ("a", name) for name in ("stride", "padding", "dilation", "groups")}
-    tf32: Source = ("f", convolutions_allow_tf32)
-    held = {"held_name": "padding_mode", "held": sys.intern("zeros")}
-    affine: dict[str, Source] = {"x": X, "weight": ("p", "weight"), "bias": ("p", "bias")}
-    return affine | options | {"allow_tf32": tf32}, {
-        "device": CUDA,
-        "image_bits": 32,
-        "few_channels": FEW_CHANNELS,
-        **held,
-    }
+    options: dict[str, Source] = {name: ("a", name) for name in ("stride", "padding", "dilation", "groups")}
+    return _AFFINE | options | {"allow_tf32": ("f", convolutions_allow_tf32)}, IMAGE
 
 
 _FORMS: dict[str, Callable[..., _Sources]] = {

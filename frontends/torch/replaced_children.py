@@ -1,4 +1,4 @@
-"""Attributes of modules, which the forwards of replaced ones read at each call.
+"""Attributes of modules, and their hooks, which the forwards of replaced ones read at each call.
 
 Where nothing is traced, a child or a parameter is found in the module's own dictionary of them, before which only an
 attribute of the instance, or of its class, comes: ``nn.Module.__getattr__`` takes 0.5 us for each.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_void_p
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -16,6 +15,7 @@ from torch.nn.modules import module as hooks
 
 from aotops.call import builtin, struct_capsule
 
+from .attributes import are_instances
 from .tensors import READS_TENSORS, is_compiling
 
 GLOBAL_HOOKS = (
@@ -46,15 +46,6 @@ def is_bare(module: nn.Module) -> bool:
         or hooks._global_backward_hooks
         or hooks._global_backward_pre_hooks
     )
-
-
-@lru_cache(maxsize=4096)
-def are_instances(cls: type, *names: str) -> bool:
-    """Whether attributes of these names are what an instance's dictionaries have: the class has neither them, such as a
-    property, nor a way of its own to find them. A class is asked once."""
-    ways: Any = cls.__getattr__, cls.__getattribute__  # type: ignore[attr-defined]
-    is_modules = ways == (nn.Module.__getattr__, object.__getattribute__)
-    return is_modules and not any(hasattr(cls, name) for name in names)
 
 
 def child(module: nn.Module, name: str) -> Any:

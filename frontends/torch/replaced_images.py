@@ -130,11 +130,10 @@ def _normalized(norm: Any, x: Tensor, residual: Tensor | None = None, activation
 def _activated(names: Names, self: Any, /, x: Tensor) -> Any:
     if x.dim() != 4 or (is_compiling() and not fuses(x)):
         return NotImplemented
-    if is_compiling():
-        y = _normalized(self, x)
-        return y if y is NotImplemented else getattr(self, names["ACT"])(getattr(self, names["DROPOUT"])(y))
-    drop, act = child(self, names["DROPOUT"]), child(self, names["ACT"])
-    activation = _ACTIVATIONS.get(type(act)) if _is_nothing(drop) and is_bare(act) else None
+    get = getattr if is_compiling() else child
+    drop, act = get(self, names["DROPOUT"]), get(self, names["ACT"])
+    is_followed = not is_compiling() and _is_nothing(drop) and is_bare(act)  # compiled, what follows is torch's
+    activation = _ACTIVATIONS.get(type(act)) if is_followed else None
     y = _normalized(self, x, None, activation)
     return y if activation or y is NotImplemented else act(drop(y))
 
