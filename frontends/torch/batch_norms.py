@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from . import functional as F
 from . import running
-from .attributes import has_own
+from .attributes import Classes, has_own
 from .tensors import is_number
 
-_STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+_STATE = Classes("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def normalized(
@@ -67,4 +67,4 @@ def state_of(module: Any) -> tuple[Any, ...]:
             return own["weight"], own["bias"], mean, var, batches
         except KeyError:  # deleted, and set as another attribute
             pass
-    return tuple([getattr(module, name) for name in _STATE])
+    return tuple([getattr(module, name) for name in _STATE.names])

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from . import accumulation, batch_norms
 from . import functional as F
-from .attributes import has_own
+from .attributes import Classes, has_own
 from .precision import convolutions_allow_tf32
 
-_AFFINE = ("weight", "bias")
+_AFFINE = Classes("weight", "bias")
 
 
 def _affine(module: Any) -> tuple[Any, Any]:
