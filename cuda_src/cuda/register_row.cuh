@@ -157,6 +157,16 @@ class UnalignedRow : public RegisterRow<Shape_> {
   A value_;
 };
 
+// The kinds of rows as types.
+struct Aligned {
+  template <class Shape>
+  using Row = RegisterRow<Shape>;
+};
+struct Unaligned {
+  template <class Shape>
+  using Row = UnalignedRow<Shape>;
+};
+
 // Constructs either.
 template <class Row, typename T = typename Row::T>
 __device__ Row row_of(const T *x, int64_t cols) {
@@ -197,6 +207,11 @@ RegisterRowPlan plan_register_rows(int64_t vectors, const DeviceLimits &device) 
 template <class... Shapes>
 struct RegisterRowShapes {};
 
+template <class... First, class... Then>
+constexpr RegisterRowShapes<First..., Then...> operator+(RegisterRowShapes<First...>, RegisterRowShapes<Then...>) {
+  return {};
+}
+
 // Returns f(shape, plan) with the first shape that holds rows of `vectors` vectors, or fallback() if there is none.
 template <class Shape, class... More, class F, class Fallback>
 Status dispatch_register_rows(RegisterRowShapes<Shape, More...>, int64_t vectors, const DeviceLimits &device, F f,
@@ -216,9 +231,9 @@ int64_t row_vectors(int64_t cols, const Pointers *...pointers) {
 
 // Vectors in a row of an UnalignedRow; more than any shape holds if these rows do not reach boundaries at the same
 // elements.
-template <typename T>
-int64_t unaligned_row_vectors(int64_t cols, const T *x, const T *y) {
-  bool same = (reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(y)) % 16 == 0;
+template <typename T, typename... Pointers>
+int64_t unaligned_row_vectors(int64_t cols, const T *x, const Pointers *...others) {
+  bool same = (((reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(others)) % 16 == 0) && ...);
   return same ? std::max<int64_t>(cols / kVectorSize<T>, 1) : int64_t{1} << 40;
 }
 

@@ -113,13 +113,14 @@ class Probability {
     if constexpr (sizeof(T) == 2) return of(value);
     else return divide(value * scale_);
   }
-
- private:
+  // From exp(x - max).
   __device__ A divide(A e) const {
     A q = e * reciprocal_;
     if constexpr (sizeof(T) == 2) return q;
     else return fma(fma(-q, sum_, e), reciprocal_, q) * factor_;
   }
+
+ private:
   ShiftedExp<T, A> exponential_;
   A sum_, scale_, factor_, reciprocal_;
 };

@@ -24,15 +24,6 @@ constexpr auto slope_shapes() {
                              BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
-struct Aligned {
-  template <class Shape>
-  using Row = RegisterRow<Shape>;
-};
-struct Unaligned {
-  template <class Shape>
-  using Row = UnalignedRow<Shape>;
-};
-
 // For the loss alone. Longer rows are streamed.
 template <typename T>
 using LossShapes = RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, sizeof(T) == 2 ? 2048 : 1536>,

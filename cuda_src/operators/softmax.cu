@@ -1,8 +1,10 @@
 #include "softmax.h"
 
+#include "cuda/axis.cuh"
 #include "cuda/overlap.cuh"
 #include "cuda/rows.cuh"
 #include "cuda/softmax.cuh"
+#include "cuda/staged_rows.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -31,11 +33,12 @@ constexpr bool kOverlaps = Shape::kSpan == Span::warp    ? Shape::kVectors > 1
 template <class Shape>
 constexpr bool kKeeps = Shape::kSpan != Span::cluster || Shape::kThreads < 512 || sizeof(typename Shape::T) > 2;
 
-template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
+// Row: a RegisterRow or an UnalignedRow.
+template <class Row, class Shape = typename Row::Shape, typename T = typename Row::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
   if constexpr (kOverlaps<Shape, false>) wait_for_kernel_before(), launch_next();
-  RegisterRow<Shape> part(cols);
+  Row part = row_of<Row>(x, cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
   part.template load<true>(x, present, kMinusInfinity, v);
@@ -43,27 +46,93 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   auto [row, scale] = row_exponentials<false>(v, part, exchange);
   Probability<T, A> p(row, scale);
   part.store(y, present, [&](int i, int k) { return p.of_exponential(widen(v[i])[k]); });
+  if constexpr (Row::kEnds) part.store_end(y, present, p.of(part.end()));
 }
 
-template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
+template <class Row, class Shape = typename Row::Shape, typename T = typename Row::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_backward_kernel(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols) {
   if constexpr (kOverlaps<Shape, true>) wait_for_kernel_before(), launch_next();
-  RegisterRow<Shape> part(cols);
-  bool present = part.present(rows);
+  Row of_dy = row_of<Row>(dy, cols), of_y = of_dy;
+  bool present = of_y.present(rows);
   Vector<T> d[Shape::kVectors], v[Shape::kVectors];
-  part.template load<kKeeps<Shape>>(dy, present, 0, d);
-  part.template load<kKeeps<Shape>>(y, present, 0, v);
+  of_dy.template load<kKeeps<Shape>>(dy, present, 0, d);
+  of_y.template load<kKeeps<Shape>>(y, present, 0, v);
   RowExchange<Shape, Sums<1, A>> exchange;
   Sums<1, A> sum = {};
+  if constexpr (Row::kEnds) sum.value[0] = of_dy.end() * of_y.end();
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
     sum.value[0] += dot(d[i], v[i]);
-    if constexpr (sizeof(T) == 2) keep_packed(d[i], part.opaque_zero()), keep_packed(v[i], part.opaque_zero());
+    if constexpr (sizeof(T) == 2) keep_packed(d[i], of_y.opaque_zero()), keep_packed(v[i], of_y.opaque_zero());
   }
   if constexpr (Shape::kSpan == Span::warp) sum = sum_lanes<Shape::kLanes>(sum);
   else sum = sum_row(sum, exchange);
-  part.store(dx, present, [&](int i, int k) { return widen(v[i])[k] * (widen(d[i])[k] - sum.value[0]); });
+  of_y.store(dx, present, [&](int i, int k) { return widen(v[i])[k] * (widen(d[i])[k] - sum.value[0]); });
+  if constexpr (Row::kEnds) of_y.store_end(dx, present, of_y.end() * (of_dy.end() - sum.value[0]));
+}
+
+template <class Row, typename T = typename Row::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kStagedThreads)
+    softmax_staged_kernel(const T *x, T *y, int64_t rows, int cols, int share) {
+  extern __shared__ uint4 memory[];
+  T *staged = reinterpret_cast<T *>(memory);
+  const StagedRows<Row> part(staged, rows, cols, share);
+  part.load(x);
+  part.arrive();
+  part.each([&](int row, bool present) {
+    A e[Row::kEach];
+    Exponentials<A> s = Exponentials<A>::none();
+#pragma unroll
+    for (int k = 0; k < Row::kEach; ++k) {
+      if (Row::kLong && k * Row::kLanes >= cols) break;
+      e[k] = present && part.column(k) < cols ? widen(staged[row + part.column(k)]) : A(kMinusInfinity);
+      s.max = max(s.max, e[k]);
+    }
+    s.max = max_lanes<Row::kLanes>(s.max);
+    ShiftedExp<T, A> exponential(s.base());
+#pragma unroll
+    for (int k = 0; k < Row::kEach; ++k) {
+      if (Row::kLong && k * Row::kLanes >= cols) break;
+      s.sum += e[k] = exponential(e[k]);
+    }
+    s.sum = sum_lanes<Row::kLanes>(s.sum);
+    Probability<T, A> p(s);
+#pragma unroll
+    for (int k = 0; k < Row::kEach; ++k) {
+      if (Row::kLong && k * Row::kLanes >= cols) break;
+      if (present && part.column(k) < cols) staged[row + part.column(k)] = narrow<T>(p.divide(e[k]));
+    }
+  });
+  part.store(y);
+}
+
+template <class Row, typename T = typename Row::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kStagedThreads)
+    softmax_backward_staged_kernel(const T *dy, const T *y, T *dx, int64_t rows, int cols, int share) {
+  extern __shared__ uint4 memory[];
+  T *staged_y = reinterpret_cast<T *>(memory), *staged_dy = staged_y + share * cols;
+  const StagedRows<Row> of_y(staged_y, rows, cols, share), of_dy(staged_dy, rows, cols, share);
+  of_dy.load(dy), of_y.load(y);
+  of_y.arrive();
+  of_y.each([&](int row, bool present) {
+    A d[Row::kEach], v[Row::kEach], sum = 0;
+#pragma unroll
+    for (int k = 0; k < Row::kEach; ++k) {
+      if (Row::kLong && k * Row::kLanes >= cols) break;
+      const bool has = present && of_y.column(k) < cols;
+      d[k] = has ? widen(staged_dy[row + of_y.column(k)]) : A(0);
+      v[k] = has ? widen(staged_y[row + of_y.column(k)]) : A(0);
+      sum += d[k] * v[k];
+    }
+    sum = sum_lanes<Row::kLanes>(sum);
+#pragma unroll
+    for (int k = 0; k < Row::kEach; ++k) {
+      if (Row::kLong && k * Row::kLanes >= cols) break;
+      if (present && of_y.column(k) < cols) staged_y[row + of_y.column(k)] = narrow<T>(v[k] * (d[k] - sum));
+    }
+  });
+  of_y.store(dx);
 }
 
 template <typename T, typename A = Accumulate<T>>
@@ -91,57 +160,96 @@ __global__ void __launch_bounds__(kAnyRowThreads)
 
 // ---------------------------------------------------------------------------------------- kernels along another axis
 
-// x is (outer, n, inner). A block takes kAxisCols neighbouring columns along inner, so that its loads coalesce, and its
-// kAxisRows rows of threads share the axis n. Each element is read twice, the second time from a cache if n is small.
-constexpr int kAxisCols = 32, kAxisRows = 16;
+template <typename A>
+struct AxisExponentials {
+  A max, sum;
+};
 
-// Calls f(base, present) for each column of this thread: its first element, and whether there is such a column.
-template <class F>
-__device__ void each_column(int64_t outer, int64_t n, int64_t inner, F f) {
-  for (int64_t o = blockIdx.y; o < outer; o += gridDim.y)
-    for (int64_t first = int64_t{blockIdx.x} * kAxisCols; first < inner; first += int64_t{gridDim.x} * kAxisCols)
-      f(o * n * inner + first + threadIdx.x, first + threadIdx.x < inner);
+// What is subtracted from x: `most`, but not -inf, since -inf - -inf is NaN.
+template <typename A>
+__device__ A finite(A most) {
+  return most == A(kMinusInfinity) ? A(0) : most;
 }
 
-template <typename T, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kAxisCols *kAxisRows)
+template <class Pack, typename T = typename Pack::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kAxisThreads)
     softmax_axis_kernel(const T *x, T *y, int64_t outer, int64_t n, int64_t inner) {
-  __shared__ Exponentials<A> parts[kAxisRows][kAxisCols];
-  each_column(outer, n, inner, [&](int64_t base, bool present) {
-    Exponentials<A> s = Exponentials<A>::none();
-    if (present)
-      for (int64_t i = threadIdx.y; i < n; i += kAxisRows) add<T>(s, A(widen(x[base + i * inner])));
-    __syncthreads();  // `parts` of the previous columns has been read
-    parts[threadIdx.y][threadIdx.x] = s;
-    __syncthreads();
-    s = parts[0][threadIdx.x];
-    for (int r = 1; r < kAxisRows; ++r) s = combine<T, false>(s, parts[r][threadIdx.x]);
-    Probability<T, A> p(s);
-    if (present)
-      for (int64_t i = threadIdx.y; i < n; i += kAxisRows)
-        y[base + i * inner] = narrow<T>(p.of(widen(x[base + i * inner])));
+  const AxisPart<Pack> part(outer, n, inner);
+  Pack v[kGroup<Pack>];
+  A most[Pack::kSize], sum[Pack::kSize] = {};
+#pragma unroll
+  for (A &m : most) m = kMinusInfinity;
+  part.each_group([&](int64_t c, int count) {
+    part.load(x, c, count, kMinusInfinity, v);
+    A before[Pack::kSize];
+#pragma unroll
+    for (int k = 0; k < Pack::kSize; ++k) before[k] = most[k];
+    part.each_pack(count, [&](int j) { v[j].each([&](int k, A x) { most[k] = max(most[k], x); }); });
+    if (c >= kGroup<Pack> * blockDim.y)
+#pragma unroll
+      for (int k = 0; k < Pack::kSize; ++k) sum[k] *= ShiftedExp<T, A>(most[k]).rescale(before[k]);
+    part.each_pack(count, [&](int j) {
+      v[j].keep();
+      v[j].each([&](int k, A x) { sum[k] += ShiftedExp<T, A>(finite(most[k]))(x); });
+    });
+  });
+  if (blockDim.y > 1) {
+    AxisExponentials<A> mine[Pack::kSize];
+#pragma unroll
+    for (int k = 0; k < Pack::kSize; ++k) mine[k] = {most[k], sum[k]}, sum[k] = 0;
+    const AxisExponentials<A> *all = share_axis(mine);
+#pragma unroll
+    for (int k = 0; k < Pack::kSize; ++k) {
+      const AxisExponentials<A> *of_column = all + k * blockDim.x;
+      const int step = Pack::kSize * blockDim.x;
+      for (int r = 0; r < blockDim.y; ++r) most[k] = max(most[k], of_column[r * step].max);
+      for (int r = 0; r < blockDim.y; ++r)
+        sum[k] += of_column[r * step].sum * ShiftedExp<T, A>(most[k]).rescale(of_column[r * step].max);
+    }
+  }
+  part.each_group([&](int64_t c, int count) {
+    if (!part.once()) part.load(x, c, count, kMinusInfinity, v);
+    part.store(y, c, count, [&](int j) {
+      v[j].keep();
+      A p[Pack::kSize];
+      v[j].each([&](int k, A x) { p[k] = Probability<T, A>({most[k], sum[k]}).of(x); });
+      return Pack::of([&](int k) { return p[k]; });
+    });
   });
 }
 
-template <typename T, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(kAxisCols *kAxisRows)
+template <class Pack, typename T = typename Pack::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kAxisThreads)
     softmax_backward_axis_kernel(const T *dy, const T *y, T *dx, int64_t outer, int64_t n, int64_t inner) {
-  __shared__ A parts[kAxisRows][kAxisCols];
-  each_column(outer, n, inner, [&](int64_t base, bool present) {
-    A sum = 0;
-    if (present)
-      for (int64_t i = threadIdx.y; i < n; i += kAxisRows)
-        sum += widen(dy[base + i * inner]) * widen(y[base + i * inner]);
-    __syncthreads();
-    parts[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int r = 0; r < kAxisRows; ++r) sum += parts[r][threadIdx.x];
-    if (present)
-      for (int64_t i = threadIdx.y; i < n; i += kAxisRows) {
-        int64_t at = base + i * inner;
-        dx[at] = narrow<T>(widen(y[at]) * (widen(dy[at]) - sum));
-      }
+  const AxisPart<Pack> part(outer, n, inner);
+  Pack d[kGroup<Pack>], v[kGroup<Pack>];
+  A sum[Pack::kSize] = {};
+  auto load = [&](int64_t c, int count) { part.load(dy, c, count, 0, d), part.load(y, c, count, 0, v); };
+  part.each_group([&](int64_t c, int count) {
+    load(c, count);
+    part.each_pack(count, [&](int j) {
+      A of_dy[Pack::kSize];
+      d[j].each([&](int k, A a) { of_dy[k] = a; });
+      v[j].each([&](int k, A a) { sum[k] += of_dy[k] * a; });
+    });
+  });
+  if (blockDim.y > 1) {
+    const A *all = share_axis(sum);
+#pragma unroll
+    for (int k = 0; k < Pack::kSize; ++k) {
+      sum[k] = 0;
+      for (int r = 0; r < blockDim.y; ++r) sum[k] += all[(r * Pack::kSize + k) * blockDim.x];
+    }
+  }
+  part.each_group([&](int64_t c, int count) {
+    if (!part.once()) load(c, count);
+    part.store(dx, c, count, [&](int j) {
+      d[j].keep(), v[j].keep();
+      A of_dx[Pack::kSize];
+      d[j].each([&](int k, A a) { of_dx[k] = a - sum[k]; });
+      v[j].each([&](int k, A a) { of_dx[k] *= a; });
+      return Pack::of([&](int k) { return of_dx[k]; });
+    });
   });
 }
 
@@ -151,29 +259,38 @@ constexpr int kLongCluster = 16;  // blocks; more than each device with clusters
 
 // No ClusterRow for float64: blocks of a cluster exchange at most 16 bytes, too few for Exponentials<double>.
 template <typename T>
-constexpr auto softmax_shapes() {
+constexpr auto long_shapes() {
   if constexpr (sizeof(T) == 2)
-    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
-                             WarpRow<T, 32, 3>, RegisterRowShape<T, 32, 4, Span::warp, 64, 1024>, BlockRow<T, 4>,
-                             BlockRow<T, 8>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
+    return RegisterRowShapes<BlockRow<T, 4>, BlockRow<T, 8>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
-    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
-                             WarpRow<T, 32, 4>, WarpRow<T, 32, 6>, BlockRow<T, 8>, BlockRow<T, 8, 1024>,
-                             ClusterRow<T, 8, 256, 1024, kLongCluster>>();
-  else
-    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
-                             WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
+    return RegisterRowShapes<BlockRow<T, 8>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256, 1024, kLongCluster>>();
+  else return RegisterRowShapes<BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
+}
+
+template <typename T>
+constexpr auto softmax_shapes() {
+  constexpr RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>> kShort;
+  if constexpr (sizeof(T) == 2)
+    return kShort + RegisterRowShapes<WarpRow<T, 32, 3>, RegisterRowShape<T, 32, 4, Span::warp, 64, 1024>>() +
+           long_shapes<T>();
+  else if constexpr (sizeof(T) == 4)
+    return kShort + RegisterRowShapes<WarpRow<T, 32, 4>, WarpRow<T, 32, 6>>() + long_shapes<T>();
+  else return kShort + RegisterRowShapes<WarpRow<T, 32, 4>>() + long_shapes<T>();
+}
+
+template <typename T>
+constexpr auto long_backward_shapes() {
+  if constexpr (sizeof(T) < 8)
+    return RegisterRowShapes<BlockRow<T, 4>, ClusterRow<T, 4, 256>, ClusterRow<T, 4, 512, 1024, kLongCluster>>();
+  else return long_shapes<T>();
 }
 
 template <typename T>
 constexpr auto softmax_backward_shapes() {
+  constexpr RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>> kShort;
   if constexpr (sizeof(T) < 8)
-    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
-                             WarpRow<T, 32, 3>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4, 256>,
-                             ClusterRow<T, 4, 512, 1024, kLongCluster>>();
-  else
-    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
-                             WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
+    return kShort + RegisterRowShapes<WarpRow<T, 32, 3>, WarpRow<T, 32, 4>>() + long_backward_shapes<T>();
+  else return kShort + RegisterRowShapes<WarpRow<T, 32, 4>>() + long_backward_shapes<T>();
 }
 
 // Whether the device holds a cluster of the plan's size.
@@ -187,67 +304,91 @@ Status holds_cluster(const char *op, const RegisterRowPlan &plan, bool *holds) {
 
 template <typename T>
 Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLimits &device, void *stream) {
-  auto any = [&] { return launch_rows(Softmax::name, softmax_any_kernel<T>, rows, cols, stream, x, y, rows, cols); };
-  auto launch = [&](auto shape, RegisterRowPlan plan) -> Status {
-    using Shape = decltype(shape);
-    constexpr auto kernel = softmax_kernel<Shape>;
-    bool holds;
-    AOT_TRY(holds_cluster<kernel>(Softmax::name, plan, &holds));
-    if (!holds) return any();
-    plan.overlap = kOverlaps<Shape, false>;
-    return launch_register_rows<Shape>(Softmax::name, plan, rows, kernel, stream, x, y, rows, cols);
+  constexpr const char *op = Softmax::name;
+  auto any = [&] { return launch_rows(op, softmax_any_kernel<T>, rows, cols, stream, x, y, rows, cols); };
+  auto launch = [&](auto kind) {
+    return [&](auto shape, RegisterRowPlan plan) -> Status {
+      using Shape = decltype(shape);
+      constexpr auto kernel = softmax_kernel<typename decltype(kind)::template Row<Shape>>;
+      bool holds;
+      AOT_TRY(holds_cluster<kernel>(op, plan, &holds));
+      if (!holds) return any();
+      plan.overlap = kOverlaps<Shape, false>;
+      return launch_register_rows<Shape>(op, plan, rows, kernel, stream, x, y, rows, cols);
+    };
   };
-  return dispatch_register_rows(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, any);
+  if (cols % kVectorSize<T> == 0 && aligned(x, y))
+    return dispatch_register_rows(softmax_shapes<T>(), cols / kVectorSize<T>, device, launch(Aligned()), any);
+  auto unaligned = [&] {
+    return dispatch_register_rows(long_shapes<T>(), unaligned_row_vectors<T>(cols, x, y), device, launch(Unaligned()),
+                                  any);
+  };
+  auto staged = [&](auto row) {
+    return launch_staged_rows(op, softmax_staged_kernel<decltype(row)>, row, 1, rows, cols, stream, x, y);
+  };
+  return dispatch_staged_rows(ShortRows<T>(), cols, staged, unaligned);
 }
 
 template <typename T>
 Status softmax_backward_rows(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols, const DeviceLimits &device,
                              void *stream) {
-  auto any = [&] {
-    return launch_rows(SoftmaxBackward::name, softmax_backward_any_kernel<T>, rows, cols, stream, dy, y, dx, rows,
-                       cols);
+  constexpr const char *op = SoftmaxBackward::name;
+  auto any = [&] { return launch_rows(op, softmax_backward_any_kernel<T>, rows, cols, stream, dy, y, dx, rows, cols); };
+  auto launch = [&](auto kind) {
+    return [&](auto shape, RegisterRowPlan plan) -> Status {
+      using Shape = decltype(shape);
+      constexpr auto kernel = softmax_backward_kernel<typename decltype(kind)::template Row<Shape>>;
+      bool holds;
+      AOT_TRY(holds_cluster<kernel>(op, plan, &holds));
+      if (!holds) return any();
+      plan.overlap = kOverlaps<Shape, true>;
+      return launch_register_rows<Shape>(op, plan, rows, kernel, stream, dy, y, dx, rows, cols);
+    };
   };
-  auto launch = [&](auto shape, RegisterRowPlan plan) -> Status {
-    using Shape = decltype(shape);
-    constexpr auto kernel = softmax_backward_kernel<Shape>;
-    bool holds;
-    AOT_TRY(holds_cluster<kernel>(SoftmaxBackward::name, plan, &holds));
-    if (!holds) return any();
-    plan.overlap = kOverlaps<Shape, true>;
-    return launch_register_rows<Shape>(SoftmaxBackward::name, plan, rows, kernel, stream, dy, y, dx, rows, cols);
+  if (cols % kVectorSize<T> == 0 && aligned(dy, y, dx))
+    return dispatch_register_rows(softmax_backward_shapes<T>(), cols / kVectorSize<T>, device, launch(Aligned()), any);
+  auto unaligned = [&] {
+    return dispatch_register_rows(long_backward_shapes<T>(), unaligned_row_vectors<T>(cols, dy, y, dx), device,
+                                  launch(Unaligned()), any);
   };
-  return dispatch_register_rows(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, any);
-}
-
-LaunchShape axis_launch(const Softmax::Axes &a) {
-  return {{grid_size(ceil_div(a.inner, kAxisCols)), static_cast<unsigned>(std::min<int64_t>(a.outer, 65535))},
-          {kAxisCols, kAxisRows}};
+  auto staged = [&](auto row) {
+    return launch_staged_rows(op, softmax_backward_staged_kernel<decltype(row)>, row, 2, rows, cols, stream, dy, y, dx);
+  };
+  return dispatch_staged_rows(ShortRows<T>(), cols, staged, unaligned);
 }
 
 Status softmax_cuda(const Softmax &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &x = in[0], &y = out[0];
   const Softmax::Axes a = op.axes(x);
+  if (x.size() == 0) return kOk;
   DeviceLimits device;
   AOT_TRY(device_limits(Softmax::name, &device));
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (a.inner == 1) return softmax_rows(x.as<const T>(), y.as<T>(), a.outer, a.n, device, stream);
-    return launch_kernel(Softmax::name, softmax_axis_kernel<T>, axis_launch(a), stream, x.as<const T>(), y.as<T>(),
-                         a.outer, a.n, a.inner);
+    auto launch = [&](auto pack, const LaunchShape &shape) {
+      return launch_kernel(Softmax::name, softmax_axis_kernel<decltype(pack)>, shape, stream, x.as<const T>(),
+                           y.as<T>(), a.outer, a.n, a.inner);
+    };
+    return launch_along_axis<T, AxisExponentials<Accumulate<T>>>(a.outer, a.n, a.inner, device, launch, x.data, y.data);
   });
 }
 
 Status softmax_backward_cuda(const SoftmaxBackward &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &dy = in[0], &y = in[1], &dx = out[0];
   const SoftmaxBackward::Axes a = op.axes(y);
+  if (y.size() == 0) return kOk;
   DeviceLimits device;
   AOT_TRY(device_limits(SoftmaxBackward::name, &device));
   return dispatch(y.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (a.inner == 1)
       return softmax_backward_rows(dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, device, stream);
-    return launch_kernel(SoftmaxBackward::name, softmax_backward_axis_kernel<T>, axis_launch(a), stream,
-                         dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, a.inner);
+    auto launch = [&](auto pack, const LaunchShape &shape) {
+      return launch_kernel(SoftmaxBackward::name, softmax_backward_axis_kernel<decltype(pack)>, shape, stream,
+                           dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, a.inner);
+    };
+    return launch_along_axis<T, Accumulate<T>>(a.outer, a.n, a.inner, device, launch, dy.data, y.data, dx.data);
   });
 }
 

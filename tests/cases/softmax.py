@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aotops.bench.work import Rows
+from aotops.bench.work import Along, OddRows, Rows
 from aotops.testing import Bad, Case, Row, X
 
 
@@ -50,6 +50,9 @@ ROW = Row(
         _softmax((2, 40000)),
         _softmax((1500, 24)),
         _softmax((37, 20)),
+        *(_softmax((n, cols)) for n, cols in ((300, 3), (67, 49), (9, 100), (33, 197), (5, 777), (2, 40001))),
+        *(_softmax((2, n, 24), 1) for n in (5, 30, 70, 300, 1100)),
+        *(_softmax((3, n, 7), 1) for n in (5, 40, 200)),
     ),
     draw=_draw,
     bad=(
@@ -57,5 +60,9 @@ ROW = Row(
         Bad({"x": X}, {"dim": -3}, ValueError, "dim is -3", "(2, 3)"),
     ),
     samples={"": _softmax((4, 6), -1), "first": _softmax((4, 6), 0)},
-    bench=(Rows("x", "x", ("xx", "x"), call=lambda f, shape: lambda x: f.softmax(x, -1)),),
+    bench=(
+        Rows("x", "x", ("xx", "x"), call=lambda f, shape: lambda x: f.softmax(x, -1)),
+        OddRows("x", "x", ("xx", "x"), variant="odd", call=lambda f, shape: lambda x: f.softmax(x, -1)),
+        Along("x", "x", ("xx", "x"), variant="axis", call=lambda f, shape: lambda x: f.softmax(x, 1)),
+    ),
 )

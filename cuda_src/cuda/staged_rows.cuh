@@ -1,0 +1,116 @@
+// Short rows of any size. They begin within 16-byte vectors, and a thread has few of their elements, so that its loads
+// would be small. A block copies several rows to shared memory in whole vectors, works on them there, and copies the
+// results back likewise.
+#pragma once
+#include <algorithm>
+
+#include "async.cuh"
+#include "launch.cuh"
+#include "vector.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+constexpr int kStagedThreads = 128;
+
+// kLanes: lanes of a warp that share a row. kEach: the most elements of a lane.
+template <typename T_, int kLanes_, int kEach_>
+struct StagedRow {
+  using T = T_;
+  static constexpr int kLanes = kLanes_, kEach = kEach_, kCols = kLanes * kEach;
+  // Whether loops over a lane's elements end with the row: a branch for each, which short loops are faster without.
+  static constexpr bool kLong = kEach > 8;
+  static constexpr int kAtOnce = kStagedThreads / kLanes;  // rows
+  // The rows of a block are a multiple of kUnit, so that those of the next one begin with a vector, too.
+  static constexpr int kUnit = std::max(kAtOnce, kVectorSize<T>);
+};
+
+// Shapes in the order in which they are tried.
+template <class... Rows>
+struct StagedRowShapes {};
+
+template <typename T>
+using ShortRows = StagedRowShapes<StagedRow<T, 1, 8>, StagedRow<T, 4, 8>, StagedRow<T, 8, 8>, StagedRow<T, 16, 8>,
+                                  StagedRow<T, 32, 8>, StagedRow<T, 32, 32>>;
+
+// ----------------------------------------------------------------------------------------------------- a block's rows
+
+template <class Row>
+class StagedRows {
+ public:
+  using T = typename Row::T;
+
+  // memory: shared, for `share` rows of `cols` elements. rows: of the whole matrix.
+  __device__ StagedRows(T *memory, int64_t rows, int cols, int share)
+      : memory_(memory),
+        first_(int64_t{blockIdx.x} * share),
+        rows_(static_cast<int>(min(rows - first_, int64_t{share}))),
+        cols_(cols) {}
+
+  // Starts copies of the block's rows of `matrix`; a thread sees those of others after arrive().
+  __device__ void load(const T *matrix) const {
+    const T *from = matrix + first_ * cols_;
+    const int whole = whole_vectors(from);
+    for (int i = threadIdx.x; i < whole; i += kStagedThreads)
+      copy_async(shared_address(memory_ + i * kVectorSize<T>), from + i * kVectorSize<T>, true);
+    for (int i = whole * kVectorSize<T> + threadIdx.x; i < rows_ * cols_; i += kStagedThreads) memory_[i] = from[i];
+  }
+  __device__ static void arrive() {
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+  }
+  // Copies the rows to `matrix`, after all threads have called this.
+  __device__ void store(T *matrix) const {
+    __syncthreads();
+    T *to = matrix + first_ * cols_;
+    const int whole = whole_vectors(to);
+    for (int i = threadIdx.x; i < whole; i += kStagedThreads)
+      aot::store(to + i * kVectorSize<T>, aot::load(memory_ + i * kVectorSize<T>));
+    for (int i = whole * kVectorSize<T> + threadIdx.x; i < rows_ * cols_; i += kStagedThreads) to[i] = memory_[i];
+  }
+
+  // Calls f(row, present) for each row of this thread's lanes: its first element, as an offset from `memory`. The lanes
+  // of a warp make as many calls, with absent rows after the last.
+  template <class F>
+  __device__ void each(F f) const {
+    const int lanes = threadIdx.x / Row::kLanes;
+    for (int r = 0; r < rows_; r += Row::kAtOnce) f((r + lanes) * cols_, r + lanes < rows_);
+  }
+
+  // This thread's columns of a row are column(0) to column(kEach - 1), as far as they are less than `cols`.
+  __device__ static int column(int k) { return threadIdx.x % Row::kLanes + k * Row::kLanes; }
+
+ private:
+  __device__ int whole_vectors(const T *from) const {
+    return misaligned_elements(from, sizeof(T)) == 0 ? rows_ * cols_ / kVectorSize<T> : 0;
+  }
+
+  T *memory_;
+  int64_t first_;
+  int rows_, cols_;
+};
+
+// -------------------------------------------------------------------------------------------------------------- launch
+
+// Returns f(row) with the first shape that holds rows of `cols` elements, or fallback() if there is none.
+template <class Row, class... More, class F, class Fallback>
+Status dispatch_staged_rows(StagedRowShapes<Row, More...>, int64_t cols, F f, Fallback fallback) {
+  if (cols <= Row::kCols) return f(Row());
+  if constexpr (sizeof...(More) > 0) return dispatch_staged_rows(StagedRowShapes<More...>(), cols, f, fallback);
+  else return fallback();
+}
+
+// Launches kernel(arguments..., rows, cols, share), whose blocks stage `share` rows of each of `matrices` matrices.
+template <class Row, typename... Parameters, typename... Arguments>
+Status launch_staged_rows(const char *op, void (*kernel)(Parameters...), Row, int matrices, int64_t rows, int64_t cols,
+                          void *stream, const Arguments &...arguments) {
+  constexpr int kBytes = 8 << 10;  // of a block: many blocks, some of which load while others compute
+  const int row_bytes = static_cast<int>(cols * sizeof(typename Row::T)) * matrices;
+  const int share = std::max(kBytes / row_bytes / Row::kUnit, 1) * Row::kUnit;
+  const LaunchShape shape = {grid_size(ceil_div(rows, share)), kStagedThreads, share * row_bytes};
+  return launch_kernel(op, kernel, shape, stream, arguments..., rows, static_cast<int>(cols), share);
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
