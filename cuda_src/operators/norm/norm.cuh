@@ -20,6 +20,7 @@
 // choose. After each backward but those of a single block that has all rows, sum_partials_kernel adds up
 // dweight and dbias.
 #pragma once
+#include "cuda/pack.cuh"
 #include "norm.h"
 #include "persistent_rows.cuh"
 
@@ -170,8 +171,110 @@ __device__ inline Widened<typename N::R> kept_parameter(const Pipeline &pipeline
 // one in flight.
 constexpr int kLongStages = 3;
 
-// For kernels of any size and address: a block for each row, element by element. The row is read again for each pass.
-constexpr int kAnyThreads = 1024;
+// For rows of any size and address: a team of warps for each row. A thread holds the first kAnyHeld of its elements in
+// registers, loaded in packs of kPack; those of longer rows are read again for each pass.
+constexpr int kAnyThreads = 512;  // the most of a block
+constexpr int kAnyHeld = 8;
+
+template <int kPack>
+class AnyRows {
+ public:
+  static constexpr int kPacks = kAnyHeld / kPack;
+  template <typename T>
+  using Packs = Pack<T, kPack>[kPacks];
+
+  __device__ AnyRows(int row_warps, int64_t cols)
+      : cols_(cols),
+        threads_(32 * row_warps),
+        held_(static_cast<int>(min(cols, int64_t{threads_} * kAnyHeld))),
+        team_(threadIdx.x / threads_),
+        lane_(threadIdx.x - team_ * threads_) {}
+
+  // A team's rows are first(), first() + step(), ...
+  __device__ int64_t first() const { return int64_t{blockIdx.x} * teams() + team_; }
+  __device__ int64_t step() const { return int64_t{gridDim.x} * teams(); }
+  __device__ int team() const { return team_; }
+  __device__ int teams() const { return blockDim.x / threads_; }
+  __device__ bool leads() const { return lane_ == 0; }
+
+  // Over the threads of a row.
+  template <int kSums, typename A>
+  __device__ Sums<kSums, A> sum(Sums<kSums, A> sums, Exchange<Span::block, Sums<kSums, A>> &exchange) const {
+    return threads_ == 32 ? sum_lanes<32>(sums) : sum_row(sums, exchange);
+  }
+
+  // Calls f(k, c) for the columns c that this thread holds.
+  template <class F>
+  __device__ void each_held(F f) const {
+    each_pack([&](int j, int c) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) f(j * kPack + i, c + i);
+    });
+  }
+  // Calls f(c) for its other columns.
+  template <class F>
+  __device__ void each_other(F f) const {
+#pragma unroll 2
+    for (int64_t c = lane_ + kAnyHeld * threads_; c < cols_; c += threads_) f(c);
+  }
+
+  template <typename T>
+  __device__ void load(const T *row, Packs<T> &v) const {
+    each_pack([&](int j, int c) { v[j] = Pack<T, kPack>::load(row + c); });
+  }
+  // x[k] = element k of v
+  template <typename T, typename A>
+  __device__ void widen(const Packs<T> &v, A (&x)[kAnyHeld]) const {
+    each_pack([&](int j, int) { v[j].each([&](int i, auto element) { x[j * kPack + i] = element; }); });
+  }
+  template <typename T, typename A>
+  __device__ void store(T *row, const A (&x)[kAnyHeld]) const {
+    each_pack([&](int j, int c) { Pack<T, kPack>::of([&](int i) { return x[j * kPack + i]; }).store(row + c); });
+  }
+
+ private:
+  // Calls f(j, c) for each pack, whose first column is c.
+  template <class F>
+  __device__ void each_pack(F f) const {
+    constexpr int kTogether = 2;
+#pragma unroll
+    for (int first = 0; first < kPacks; first += kTogether) {
+      if (first * threads_ * kPack >= held_) break;
+#pragma unroll
+      for (int j = first; j < first + kTogether; ++j) {
+        const int c = (lane_ + j * threads_) * kPack;
+        if (c < held_) f(j, c);
+      }
+    }
+  }
+
+  int64_t cols_;
+  int threads_, held_, team_, lane_;
+};
+
+// Calls f(std::integral_constant<int, kPack>()) for rows at these addresses.
+template <class N, class F, typename... Pointers>
+Status dispatch_pack(int64_t cols, F f, const Pointers *...pointers) {
+  if constexpr (sizeof(typename N::R) == 2 && !N::kRare)
+    if (cols % 2 == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 4 == 0) && ...))
+      return f(std::integral_constant<int, 2>());
+  return f(std::integral_constant<int, 1>());
+}
+
+// Warps of a row: a power of two, as many as hold it if a block has so many. Threads of a block: at least `block`.
+struct AnyRowsPlan {
+  int row_warps = 1, threads;
+
+  AnyRowsPlan(int64_t cols, int block) {
+    while (row_warps < kAnyThreads / 32 && int64_t{32} * kAnyHeld * row_warps < cols) row_warps *= 2;
+    threads = std::max(32 * row_warps, block);
+  }
+  int64_t teams() const { return threads / (32 * row_warps); }
+  // As many as the device holds at once, with 128 registers for each thread, or as there are rows for.
+  int64_t blocks(int64_t rows, const DeviceLimits &device) const {
+    return std::min(ceil_div(rows, teams()), int64_t{kAnyThreads / threads} * device.multiprocessors);
+  }
+};
 
 // ----------------------------------------------------------------------------------------------- launchers, shared
 

@@ -321,30 +321,87 @@ __global__ void __launch_bounds__(kSumLanes *kSumRows)
   }
 }
 
-template <class N>
-__global__ void __launch_bounds__(kAnyThreads) norm_backward_any_kernel(NormBackwardTensors<N> a) {
-  using A = typename N::A;
-  constexpr int kStats = N::kStats;
-  Exchange<Span::block, Sums<2, A>> exchange;
-  A cols = static_cast<A>(a.cols);
-  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    int64_t at = row * a.cols, line = row % a.parameters.lines * a.cols;
-    A mean = N::kCentred ? a.stats[kStats * row] : A(0), rstd = a.stats[kStats * row + kStats - 1];
-    auto xhat = [&](int64_t c) { return (widen(a.x[at + c]) - mean) * rstd; };
-    auto g = [&](int64_t c) { return widen(a.dy[at + c]) * a.parameters.weight_at(line + c); };
-    Sums<2, A> sums = {};
-    for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x) sums.value[0] += g(c), sums.value[1] += g(c) * xhat(c);
-    sums = sum_row(sums, exchange);
-    A c0 = N::kCentred ? sums.value[0] / cols : A(0), c1 = sums.value[1] / cols;
-    for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x) {
-      A dx = rstd * (g(c) - c0 - xhat(c) * c1);
-      if constexpr (N::kAdd)
-        if (a.dh) dx += widen(a.dh[at + c]);
-      if constexpr (N::kAdd && N::kMixed)
-        if (a.dresidual) a.dresidual[at + c] = narrow<typename N::R>(dx);
-      if (a.dx) a.dx[at + c] = narrow<typename N::X>(dx);
-    }
+// Sums over the rows of a block, (kSums, cols), which its teams add up in their order.
+template <class N, class Part, typename A>
+__device__ inline void write_any_partials(const A (&columns)[N::kSums][kAnyHeld], const Part &part,
+                                          const NormBackwardTensors<N> &a) {
+  extern __shared__ uint4 memory[];
+  A *shared = reinterpret_cast<A *>(memory), *to = a.partials + int64_t{blockIdx.x} * N::kSums * a.cols;
+  const int numbers = static_cast<int>(N::kSums * a.cols);
+  A *mine = part.teams() == 1 ? to : shared + part.team() * numbers;
+#pragma unroll
+  for (int s = 0; s < N::kSums; ++s) part.each_held([&](int k, int64_t c) { mine[s * a.cols + c] = columns[s][k]; });
+  if (part.teams() == 1) return;
+  __syncthreads();
+  for (int i = threadIdx.x; i < numbers; i += blockDim.x) {
+    A sum = 0;
+    for (int team = 0; team < part.teams(); ++team) sum += shared[team * numbers + i];
+    to[i] = sum;
   }
+}
+
+// The next row is loaded during each. with_sums: also the partial sums, of rows that are held and have one line, a sum
+// for each block.
+template <class N, int kPack>
+__global__ void __launch_bounds__(kAnyThreads)
+    norm_backward_any_kernel(NormBackwardTensors<N> a, int row_warps, bool with_sums) {
+  using T = typename N::T;
+  using R = typename N::R;
+  using A = typename N::A;
+  using Part = AnyRows<kPack>;
+  constexpr int kStats = N::kStats;
+  Exchange<Span::block, Sums<2, A>> exchange(row_warps);
+  const Part part(row_warps, a.cols);
+  const NormParameters<N> &p = a.parameters;
+  const A cols = static_cast<A>(a.cols);
+  A columns[N::kSums][kAnyHeld] = {}, weight[kAnyHeld];  // each column's sums of dy * xhat and of dy
+  part.each_held([&](int k, int64_t c) { weight[k] = p.weight_at(c); });
+  typename Part::template Packs<R> next_x;
+  typename Part::template Packs<T> next_dy;
+  auto load = [&](int64_t row) {
+    if (row < a.rows) part.load(a.x + row * a.cols, next_x), part.load(a.dy + row * a.cols, next_dy);
+  };
+  load(part.first());
+  for (int64_t row = part.first(); row < a.rows; row += part.step()) {
+    const int64_t at = row * a.cols, line = (p.lines == 1 ? 0 : row % p.lines) * a.cols;
+    A xhat[kAnyHeld], g[kAnyHeld];
+    part.widen(next_x, xhat), part.widen(next_dy, g);
+    load(row + part.step());
+    typename Part::template Packs<R> dh;
+    if constexpr (N::kAdd)
+      if (a.dh) part.load(a.dh + at, dh);
+    const A mean = N::kCentred ? a.stats[kStats * row] : A(0), rstd = a.stats[kStats * row + kStats - 1];
+    if (p.lines > 1) part.each_held([&](int k, int64_t c) { weight[k] = p.weight_at(line + c); });
+    Sums<2, A> sums = {};
+    auto add = [&](A g, A xhat) { sums.value[0] += g, sums.value[1] += g * xhat; };
+    part.each_held([&](int k, int64_t) {
+      xhat[k] = (xhat[k] - mean) * rstd, columns[0][k] += g[k] * xhat[k];
+      if constexpr (N::kBias) columns[1][k] += g[k];
+      g[k] *= weight[k], add(g[k], xhat[k]);
+    });
+    auto xhat_at = [&](int64_t c) { return (widen(a.x[at + c]) - mean) * rstd; };
+    auto g_at = [&](int64_t c) { return widen(a.dy[at + c]) * p.weight_at(line + c); };
+    part.each_other([&](int64_t c) { add(g_at(c), xhat_at(c)); });
+    sums = part.sum(sums, exchange);
+    const A c0 = N::kCentred ? sums.value[0] / cols : A(0), c1 = sums.value[1] / cols;
+    auto dx = [&](A g, A xhat) { return rstd * (g - c0 - xhat * c1); };
+    part.each_held([&](int k, int64_t) { g[k] = dx(g[k], xhat[k]); });
+    if constexpr (N::kAdd)
+      if (a.dh) {
+        part.widen(dh, xhat);
+        part.each_held([&](int k, int64_t) { g[k] += xhat[k]; });
+      }
+    if (a.dx) part.store(a.dx + at, g);
+    if (N::kMixed && a.dresidual) part.store(a.dresidual + at, g);
+    part.each_other([&](int64_t c) {
+      A of_c = dx(g_at(c), xhat_at(c));
+      if (N::kAdd && a.dh) of_c += widen(a.dh[at + c]);
+      if (a.dx) a.dx[at + c] = narrow<typename N::X>(of_c);
+      if (N::kMixed && a.dresidual) a.dresidual[at + c] = narrow<R>(of_c);
+    });
+  }
+  launch_next();
+  if (with_sums) write_any_partials<N>(columns, part, a);
 }
 
 // A thread for each column. Each line of partial sums has a part of the rows: a multiple of `lines` of them, so that
@@ -356,6 +413,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_partials_any_kernel(NormBack
   for (int64_t sum = blockIdx.y; sum < all_sums; sum += gridDim.y)
     for (int64_t c = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; c < a.cols; c += int64_t{gridDim.x} * blockDim.x) {
       A dweight = 0, dbias = 0;
+#pragma unroll 4
       for (int64_t row = sum; row < a.rows; row += all_sums) {
         A d = widen(a.dy[row * a.cols + c]), mean = N::kCentred ? a.stats[kStats * row] : A(0);
         dweight += d * ((widen(a.x[row * a.cols + c]) - mean) * a.stats[kStats * row + kStats - 1]);
@@ -369,15 +427,28 @@ __global__ void __launch_bounds__(kAnyThreads) norm_partials_any_kernel(NormBack
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
+// *sums: on entry the most lines of partial sums, on return those written.
 template <class N>
-Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, int64_t sums, void *stream) {
-  unsigned block = any_row_block(a.cols, kAnyThreads);
-  if (a.dx || a.dresidual)
-    AOT_TRY(launch_kernel(op, norm_backward_any_kernel<N>, {grid_size(a.rows), block}, stream, a));
-  if (!a.partials) return kOk;
+Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, const DeviceLimits &device, int64_t *sums,
+                         void *stream) {
+  using A = typename N::A;
+  const AnyRowsPlan plan(a.cols, 256);
+  const bool with_sums = a.partials && a.parameters.lines == 1 && a.cols <= kAnyThreads * kAnyHeld;
+  if (a.dx || a.dresidual || with_sums) {
+    int64_t blocks = plan.blocks(a.rows, device);
+    if (with_sums) *sums = blocks = std::min(blocks, *sums);
+    LaunchShape shape = {grid_size(blocks), static_cast<unsigned>(plan.threads)};
+    if (with_sums && plan.teams() > 1) shape.shared = static_cast<int>(plan.teams() * N::kSums * a.cols * sizeof(A));
+    auto launch = [&](auto pack) {
+      return launch_kernel(op, norm_backward_any_kernel<N, pack>, shape, stream, a, plan.row_warps, with_sums);
+    };
+    AOT_TRY(dispatch_pack<N>(a.cols, launch, a.dy, a.dh, a.x, a.dx, a.dresidual));
+  }
+  if (!a.partials || with_sums) return kOk;
   constexpr int64_t kMostInY = 65535;
-  dim3 grid(grid_size(ceil_div(a.cols, block)), static_cast<unsigned>(std::min(sums, kMostInY)));
-  return launch_kernel(op, norm_partials_any_kernel<N>, {grid, block}, stream, a, sums);
+  const unsigned block = any_row_block(a.cols, kAnyThreads);
+  dim3 grid(grid_size(ceil_div(a.cols, block)), static_cast<unsigned>(std::min(*sums, kMostInY)));
+  return launch_kernel(op, norm_partials_any_kernel<N>, {grid, block}, stream, a, *sums);
 }
 
 // dx and the partial sums. *sums: on entry the most lines of partial sums, on return those written, or -1 if dweight
@@ -390,7 +461,7 @@ Status norm_backward_shape(const char *op, NormBackwardTensors<N> a, const RowPl
   RowGrid grid;
   AOT_TRY((row_grid<kernel, Shape, Threads>(op, plan, device, a.rows, p.lines, *sums,
                                             BackwardPipeline<Shape, N>::kBytesPerWarp, &grid)));
-  if (grid.blocks == 0) return norm_backward_any(op, a, *sums, stream);
+  if (grid.blocks == 0) return norm_backward_any(op, a, device, sums, stream);
   constexpr int kAloneCols = 4096;  // of 8192 it takes longer than two kernels
   a.alone = grid.sums == 1 && p.lines == 1 && plan.cluster == 1 && a.cols <= kAloneCols;
   *sums = a.alone ? -1 : grid.sums;
@@ -436,7 +507,7 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
                                {32, kLongVectors, kLongWarps, 16}},
                               kLongBytes, device);
   }
-  if (plan.lanes == 0) return norm_backward_any(op, a, *sums, stream);
+  if (plan.lanes == 0) return norm_backward_any(op, a, device, sums, stream);
   auto run = [&](auto shape, auto threads) {
     return norm_backward_shape<decltype(shape), decltype(threads)>(op, a, plan, device, sums, stream);
   };

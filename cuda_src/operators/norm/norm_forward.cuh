@@ -228,36 +228,64 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   wait_copies<0>();
 }
 
-template <class N>
-__global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<N> a) {
+// The next row is loaded while one is normalized.
+template <class N, int kPack>
+__global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<N> a, int row_warps) {
+  using X = typename N::X;
   using R = typename N::R;
   using A = typename N::A;
-  Exchange<Span::block, Sums<1, A>> exchange;
-  A cols = static_cast<A>(a.cols);
-  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    int64_t at = row * a.cols, line = row % a.parameters.lines * a.cols;
+  using Part = AnyRows<kPack>;
+  Exchange<Span::block, Sums<1, A>> exchange(row_warps);
+  const Part part(row_warps, a.cols);
+  const NormParameters<N> &p = a.parameters;
+  const A cols = static_cast<A>(a.cols);
+  A weight[kAnyHeld], bias[kAnyHeld];
+  part.each_held([&](int k, int64_t c) { weight[k] = p.weight_at(c), bias[k] = p.bias_at(c); });
+  typename Part::template Packs<X> next;
+  typename Part::template Packs<R> next_residual;
+  auto load = [&](int64_t row) {
+    if (row >= a.rows) return;
+    part.load(a.x + row * a.cols, next);
+    if constexpr (N::kAdd) part.load(a.residual + row * a.cols, next_residual);
+  };
+  load(part.first());
+  for (int64_t row = part.first(); row < a.rows; row += part.step()) {
+    const int64_t at = row * a.cols, line = (p.lines == 1 ? 0 : row % p.lines) * a.cols;
+    A v[kAnyHeld];
+    [[maybe_unused]] A residual[kAnyHeld];
+    part.widen(next, v);
+    if constexpr (N::kAdd) part.widen(next_residual, residual);
+    load(row + part.step());
+    if constexpr (N::kAdd) {
+      part.each_held([&](int k, int64_t) { v[k] = widen(narrow<R>(v[k] + residual[k])); });
+      part.store(a.h + at, v);
+      part.each_other([&](int64_t c) { a.h[at + c] = narrow<R>(widen(a.x[at + c]) + widen(a.residual[at + c])); });
+    }
     const R *from;  // a thread reads only the elements of h that it has written
     if constexpr (N::kAdd) from = a.h + at;
     else from = a.x + at;
-    Sums<1, A> sum = {}, squares = {};
-    for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x) {
-      A x = widen(a.x[at + c]);
-      if constexpr (N::kAdd) {
-        R h = narrow<R>(x + widen(a.residual[at + c]));
-        a.h[at + c] = h, x = widen(h);
-      }
-      sum.value[0] += x;
-    }
     A mean = 0;
-    if constexpr (N::kCentred) mean = sum_row(sum, exchange).value[0] / cols;
-    for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x)
-      squares.value[0] += (widen(from[c]) - mean) * (widen(from[c]) - mean);
-    A rstd = reciprocal_deviation<N::kCentred>(sum_row(squares, exchange).value[0] / cols + a.eps);
-    if (a.stats && threadIdx.x == 0) write_stats(a, row, mean, rstd);
-    for (int64_t c = threadIdx.x; a.y && c < a.cols; c += blockDim.x) {
-      A xhat = (widen(from[c]) - mean) * rstd;
-      a.y[at + c] = narrow<typename N::T>(xhat * a.parameters.weight_at(line + c) + a.parameters.bias_at(line + c));
+    if constexpr (N::kCentred) {
+      Sums<1, A> sum = {};
+      part.each_held([&](int k, int64_t) { sum.value[0] += v[k]; });
+      part.each_other([&](int64_t c) { sum.value[0] += widen(from[c]); });
+      mean = part.sum(sum, exchange).value[0] / cols;
     }
+    Sums<1, A> squares = {};
+    auto add_square = [&](A x) { squares.value[0] += (x - mean) * (x - mean); };
+    part.each_held([&](int k, int64_t) { add_square(v[k]); });
+    part.each_other([&](int64_t c) { add_square(widen(from[c])); });
+    const A rstd = reciprocal_deviation<N::kCentred>(part.sum(squares, exchange).value[0] / cols + a.eps);
+    if (a.stats && part.leads()) write_stats(a, row, mean, rstd);
+    if (!a.y) continue;
+    if (p.lines > 1)
+      part.each_held([&](int k, int64_t c) { weight[k] = p.weight_at(line + c), bias[k] = p.bias_at(line + c); });
+    part.each_held([&](int k, int64_t) { v[k] = (v[k] - mean) * rstd * weight[k] + bias[k]; });
+    part.store(a.y + at, v);
+    part.each_other([&](int64_t c) {
+      const A xhat = (widen(from[c]) - mean) * rstd;
+      a.y[at + c] = narrow<typename N::T>(xhat * p.weight_at(line + c) + p.bias_at(line + c));
+    });
   }
 }
 
@@ -276,8 +304,13 @@ Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, 
 }
 
 template <class N>
-Status norm_any(const char *op, const NormForward<N> &a, void *stream) {
-  return launch_kernel(op, norm_any_kernel<N>, {grid_size(a.rows), any_row_block(a.cols, kAnyThreads)}, stream, a);
+Status norm_any(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
+  const AnyRowsPlan plan(a.cols, 128);
+  const LaunchShape shape = {grid_size(plan.blocks(a.rows, device)), static_cast<unsigned>(plan.threads)};
+  auto launch = [&](auto pack) {
+    return launch_kernel(op, norm_any_kernel<N, pack>, shape, stream, a, plan.row_warps);
+  };
+  return dispatch_pack<N>(a.cols, launch, a.x, a.residual, a.h, a.y);
 }
 
 template <class Shape, class N>
@@ -288,7 +321,7 @@ Status norm_long(const char *op, const NormForward<N> &a, const RowPlan &plan, c
   RowGrid grid;
   AOT_TRY((row_grid<kernel, Shape, Threads>(op, plan, device, a.rows, 1, a.rows, LongPipeline<Shape, N>::kBytesPerWarp,
                                             &grid)));
-  if (grid.blocks == 0) return norm_any(op, a, stream);
+  if (grid.blocks == 0) return norm_any(op, a, device, stream);
   return launch_kernel(op, kernel, grid.launch(plan), stream, a);
 }
 
@@ -341,7 +374,7 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
                                {32, kMost, 16, 16}},
                               kBytes, device);
   }
-  if (plan.lanes == 0) return norm_any(op, a, stream);
+  if (plan.lanes == 0) return norm_any(op, a, device, stream);
   if (plan.cluster > 1) return norm_long<LongShape>(op, a, plan, device, stream);
   auto run = [&](auto shape) { return norm_short<decltype(shape)>(op, a, plan, stream); };
   if constexpr (!N::kRare)
