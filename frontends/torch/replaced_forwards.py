@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from . import replaced_heads, replaced_images, replaced_layers, replaced_products, replaced_softmax
+from . import replaced_heads, replaced_images, replaced_layers, replaced_products
 from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
 from .replaced_children import child, is_bare, parameter
@@ -246,6 +246,13 @@ def _cross_entropy(names: Names, **_: Any) -> Serve:
     return serve
 
 
+def _softmax(names: Names, **_: Any) -> Serve:
+    def serve(self, x):
+        return NotImplemented if self.dim is None or not x.is_floating_point() else F.softmax(x, self.dim)
+
+    return serve
+
+
 _SERVES: dict[str, Callable[..., Serve]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
@@ -253,7 +260,7 @@ _SERVES: dict[str, Callable[..., Serve]] = {
     "swiglu": _swiglu,
     "linear": _linear,
     "matrix": replaced_products.alone,
-    "softmax": replaced_softmax.softmax,
+    "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "conv2d": replaced_images.conv2d,
     "add_norm": partial(replaced_layers.add_norm, _activated),

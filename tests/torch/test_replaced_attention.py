@@ -1,4 +1,4 @@
-"""replace in modules whose forward calls torch's attention by its name; and softmax."""
+"""replace in modules whose forward calls torch's attention by its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.nn import functional  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch.replaced_softmax import has_whole_vectors  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -137,19 +136,3 @@ def test_which_modules_call_it():
 def elsewhere(function):
     """The function where F means something else."""
     return type(function)(function.__code__, {**function.__globals__, "F": ours}, "forward", function.__defaults__)
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis", "of", "is_whole"),
-    [
-        ((4, 8), -1, torch.bfloat16, True),
-        ((4, 8), 1, torch.float32, True),
-        ((4, 4), -1, torch.bfloat16, False),
-        ((4, 49), -1, torch.float32, False),
-        ((8, 8), 0, torch.float32, False),
-        ((), 0, torch.float32, False),
-        ((0,), -1, torch.float32, True),
-    ],
-)
-def test_which_rows_of_a_softmax_have_whole_vectors(shape, axis, of, is_whole):
-    assert has_whole_vectors(torch.empty(shape, dtype=of), axis) is is_whole
