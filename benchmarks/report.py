@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -138,6 +139,20 @@ def _of_rows(dtype: str) -> Callable[[Result], str]:
         return str(table)
 
     return rows
+
+
+def odd(result: Result) -> str:
+    """Rows that are no whole vectors of 16 bytes, and a softmax along another axis."""
+    dtypes = ("bfloat16", "float32")
+    table = Table(result, ("operator", "pass", "shape"), dtypes)
+    for op, variant in (("softmax", "odd"), ("layer_norm", "odd"), ("rms_norm", "odd"), ("softmax", "axis")):
+        shapes = dict.fromkeys(tuple(row["shape"]) for row in table.find("aotops", op=op, variant=variant))
+        for shape, pass_ in product(shapes, PASSES):
+            wanted = {"op": op, "variant": variant, "pass_": pass_, "shape": [*shape]}
+            rows = [table.one(**wanted, dtype=dtype) for dtype in dtypes]
+            names = (f"{op} {variant}", pass_, " x ".join(map(str, shape)))
+            table.add(names, rows, (_of_copy(table, row) for row in rows))
+    return str(table)
 
 
 def _row_operators() -> Iterator[tuple[str, str, str]]:
@@ -299,6 +314,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "elementwise": elementwise,
     "rows_bfloat16": _of_rows("bfloat16"),
     "rows_float32": _of_rows("float32"),
+    "odd": odd,
     "matmul": matmul,
     "products": products,
     "linear_gelu": linear_gelu,

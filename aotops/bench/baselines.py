@@ -267,7 +267,7 @@ def _torch_functions() -> dict[str, Make]:
             lambda x, r, w, b: (F.layer_norm(h := x + r, shape[-1:], w, b, LN_EPS), h)
         ),
         "add_rms_norm": lambda shape, variant: lambda x, r, w: (F.rms_norm(h := x + r, shape[-1:], w, RMS_EPS), h),
-        "softmax": lambda shape, variant: lambda x: F.softmax(x, -1),
+        "softmax": lambda shape, variant: lambda x: F.softmax(x, 1 if variant == "axis" else -1),
         "cross_entropy": lambda shape, variant: _loss_and_gradients(F.cross_entropy) if variant else F.cross_entropy,
         "linear_cross_entropy": lambda shape, variant: _loss_and_gradients(head) if variant else head,
         "linear_cross_entropy_lse": lambda shape, variant: head_lse,
@@ -323,7 +323,7 @@ def _quack(operators: Sequence[str]) -> Impl:
         "layer_norm": lambda shape, variant: layer_norm,
         "rms_norm": lambda shape, variant: lambda x, w: rmsnorm(x, w, eps=RMS_EPS),
         "add_rms_norm": lambda shape, variant: lambda x, r, w: rmsnorm(x, w, residual=r, eps=RMS_EPS, prenorm=True),
-        "softmax": lambda shape, variant: softmax,
+        "softmax": lambda shape, variant: _along_rows(softmax, variant),
         "cross_entropy": lambda shape, variant: with_gradient if variant else cross_entropy,
     }, adapt=_with_float32_weights)  # fmt: skip
 
@@ -348,6 +348,12 @@ def _quack_layer_norm() -> Callable[..., Any]:
             return layernorm_bwd(x, weight, dy, rstd, mean)
 
     return LayerNorm.apply
+
+
+def _along_rows(softmax: Callable[..., Any], variant: str) -> Callable[..., Any]:
+    if variant == "axis":
+        raise Unavailable("softmax of the last axis alone")
+    return softmax
 
 
 def _with_float32_weights(case: Case, inputs: list[Any]) -> list[Any]:
@@ -387,7 +393,7 @@ def _liger(operators: Sequence[str]) -> Impl:
         "layer_norm": lambda shape, variant: lambda x, w, b: layer_norm(x, w, b, LN_EPS),
         "rms_norm": lambda shape, variant: lambda x, w: rms_norm(x, w, RMS_EPS),
         "add_rms_norm": lambda shape, variant: lambda x, r, w: add_rms_norm(x, r, w, RMS_EPS),
-        "softmax": lambda shape, variant: ops.LigerSoftmaxFunction.apply,
+        "softmax": lambda shape, variant: _along_rows(ops.LigerSoftmaxFunction.apply, variant),
         "cross_entropy": lambda shape, variant: loss_and_dx if variant else cross_entropy,
         "linear_cross_entropy": lambda shape, variant: _loss_and_gradients(head) if variant else head,
     }, adapt=_own_copies, synchronizes=frozenset({"cross_entropy", "linear_cross_entropy"}),
@@ -478,7 +484,7 @@ def _mindspore(operators: Sequence[str]) -> Impl:
         "linear": linear,
         "conv2d": conv2d,
         "layer_norm": layer_norm,
-        "softmax": lambda shape, variant: lambda x: ops.softmax(x, -1),
+        "softmax": lambda shape, variant: lambda x: ops.softmax(x, 1 if variant == "axis" else -1),
         "cross_entropy": no_dx,
     })  # fmt: skip
 

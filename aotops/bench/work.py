@@ -133,6 +133,31 @@ class Rows(Work):
         return self.ELEMENTS // shape[0], shape[0]
 
 
+class OddRows(Rows):
+    """The rows are no whole vectors of 16 bytes in 16 bits. Their lengths are those of windows, of a class token and
+    patches, and of word vectors."""
+
+    SHAPES = ((49,), (197,), (300,), (1023,), (4097,))
+    FEW = ()
+
+    def shapes(self, device, given, quick):
+        return [] if given is not None or device == "cpu" else super().shapes(device, given, quick)
+
+
+class Along(Work):
+    """x is (B, N, I), along N: 21 classes of a segmentation, 49 positions of 768 channels, and four of eight."""
+
+    AXES = ("B", "N", "I")
+    SHAPES = ((8, 21, 262144), (1024, 49, 768), (1 << 20, 4, 8))
+    FEW = ()
+
+    def shapes(self, device, given, quick):
+        return [] if given is not None else super().shapes(device, given, quick)
+
+    def tensors(self, shape):
+        return {"x": shape}
+
+
 class Elements(Rows):
     """The work without rows: x has one axis."""
 

@@ -22,12 +22,14 @@ from aotops.bench.run import Bench
 from aotops.bench.tensors import FRAMEWORKS
 from aotops.bench.turns import Turns
 from aotops.bench.work import (
+    Along,
     Attention,
     Cell,
     Convolution,
     Decoding,
     Elements,
     Head,
+    OddRows,
     Product,
     Projections,
     Rotations,
@@ -40,6 +42,8 @@ from aotops.ops import OPS
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200.json"
 TINY = {
     Rows: (4, 6),
+    OddRows: (4, 7),
+    Along: (2, 5, 3),
     Elements: (24,),
     Product: (4, 6, 5),
     Head: (4, 6, 5),
@@ -136,9 +140,11 @@ def test_bytes_and_operations_of_a_cell():
 
 
 def test_shapes_on_a_gpu():
-    found = [case.shape for case in cases("cuda", ["bfloat16"], ["layer_norm"], passes=["forward"])]
+    of_norm = list(cases("cuda", ["bfloat16"], ["layer_norm"], passes=["forward"]))
+    found = [case.shape for case in of_norm if not case.work.variant]
     assert found[0] == (8, 256)
     assert {m * n for m, n in found[1:]} == {1 << 26, (1 << 26) // 768 * 768}
+    assert {n * 2 % 16 > 0 for _, n in (case.shape for case in of_norm if case.work.variant == "odd")} == {True}
     assert [case.shape for case in cases("cuda", ["float32"], ["add"])] == [(8, 256), (1 << 26,)]
 
 

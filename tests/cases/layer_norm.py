@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aotops.bench.work import LN_EPS, Rows
+from aotops.bench.work import LN_EPS, OddRows, Rows
 from aotops.testing import F32, F64, FLOATING, I32, Bad, Case, Row, X
 
 
@@ -132,13 +132,15 @@ ROW = Row(
         _layer_norm((4, 6), (6,), weight=False),
         _layer_norm((4, 6), (4, 6), weight=False, bias=False, eps=0.1),
     ),
-    bench=(
-        Rows(
+    bench=tuple(
+        rows(
             "xww",
             "x",
             ("xxw", "xww"),
+            variant,
             call=lambda f, shape: lambda x, w, b: f.layer_norm(x, shape[-1:], w, b, LN_EPS),
-        ),
+        )
+        for rows, variant in ((Rows, ""), (OddRows, "odd"))
     ),
     complex=True,
 )

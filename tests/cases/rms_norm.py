@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from aotops.bench.work import RMS_EPS, Rows
+from aotops.bench.work import RMS_EPS, OddRows, Rows
 from aotops.testing import F32, F64, Bad, Case, Row, X
 
 from .layer_norm import draw_norm, norm_case
@@ -124,7 +124,12 @@ ROW = Row(
     torch=in_torch,
     samples={"": _rms_norm((4, 6), (6,)), "bias": _rms_norm((4, 6), (6,), bias=True)},
     opcheck=(_rms_norm((4, 6), (6,), weight=False, eps=0.1), _rms_norm((4, 6), (4, 6), weight=False, eps=0.1)),
-    bench=(Rows("xw", "x", ("xxw", "xw"), call=lambda f, shape: lambda x, w: f.rms_norm(x, shape[-1:], w, RMS_EPS)),),
+    bench=tuple(
+        rows(
+            "xw", "x", ("xxw", "xw"), variant, call=lambda f, shape: lambda x, w: f.rms_norm(x, shape[-1:], w, RMS_EPS)
+        )
+        for rows, variant in ((Rows, ""), (OddRows, "odd"))
+    ),
     defaults=rms_eps,
     complex=True,
 )
