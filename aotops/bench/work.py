@@ -115,8 +115,8 @@ class Rows(Work):
     AXES = ("M", "N")
     ELEMENTS: ClassVar[int] = 1 << 26
     """M * N on a GPU: twice the L2 cache of an H200 in bfloat16."""
-    SHAPES = ((8, 256), (256,), (768,), (1024,), (4096,), (8192,), (32768,), (131072,))
-    FEW = ((8, 256), (1024,), (8192,))
+    SHAPES: ClassVar[tuple[Shape, ...]] = ((8, 256), (256,), (768,), (1024,), (4096,), (8192,), (32768,), (131072,))
+    FEW: ClassVar[tuple[Shape, ...]] = ((8, 256), (1024,), (8192,))
     SMALL = 8 * 256
 
     def tensors(self, shape):
