@@ -40,12 +40,16 @@ class StagedRows {
  public:
   using T = typename Row::T;
 
-  // memory: shared, for `share` rows of `cols` elements. rows: of the whole matrix.
-  __device__ StagedRows(T *memory, int64_t rows, int cols, int share)
+  // memory: shared, for `share` rows of `cols` elements. rows: of the whole matrix, of which these are share number
+  // `index`.
+  __device__ StagedRows(T *memory, int64_t rows, int cols, int share, int64_t index = blockIdx.x)
       : memory_(memory),
-        first_(int64_t{blockIdx.x} * share),
+        first_(index * share),
         rows_(static_cast<int>(min(rows - first_, int64_t{share}))),
         cols_(cols) {}
+
+  __device__ int64_t first() const { return first_; }
+  __device__ int rows() const { return rows_; }
 
   // Starts copies of the block's rows of `matrix`; a thread sees those of others after arrive().
   __device__ void load(const T *matrix) const {
@@ -70,16 +74,22 @@ class StagedRows {
     for (int i = whole * kVectorSize<T> + threadIdx.x; i < rows_ * cols_; i += kStagedThreads) to[i] = memory_[i];
   }
 
-  // Calls f(row, present) for each row of this thread's lanes: its first element, as an offset from `memory`. The lanes
-  // of a warp make as many calls, with absent rows after the last.
+  // Calls f(i, present) for each row i of this thread's lanes. The lanes of a warp make as many calls, with absent rows
+  // after the last.
   template <class F>
   __device__ void each(F f) const {
-    const int lanes = threadIdx.x / Row::kLanes;
-    for (int r = 0; r < rows_; r += Row::kAtOnce) f((r + lanes) * cols_, r + lanes < rows_);
+    for (int i = threadIdx.x / Row::kLanes; i - static_cast<int>(threadIdx.x / Row::kLanes) < rows_; i += Row::kAtOnce)
+      f(i, i < rows_);
   }
-
-  // This thread's columns of a row are column(0) to column(kEach - 1), as far as they are less than `cols`.
-  __device__ static int column(int k) { return threadIdx.x % Row::kLanes + k * Row::kLanes; }
+  // Calls f(k, c) for this thread's columns c of a row, and, if its elements are few, for some past its end.
+  template <class F>
+  __device__ void each_column(F f) const {
+#pragma unroll
+    for (int k = 0; k < Row::kEach; ++k) {
+      if (Row::kLong && k * Row::kLanes >= cols_) break;
+      f(k, threadIdx.x % Row::kLanes + k * Row::kLanes);
+    }
+  }
 
  private:
   __device__ int whole_vectors(const T *from) const {
@@ -101,14 +111,21 @@ Status dispatch_staged_rows(StagedRowShapes<Row, More...>, int64_t cols, F f, Fa
   else return fallback();
 }
 
+// Rows of a block, of about `bytes` in `matrices` matrices.
+template <class Row>
+int staged_share(int64_t cols, int matrices, int bytes) {
+  const int row_bytes = static_cast<int>(cols * sizeof(typename Row::T)) * matrices;
+  return std::max(bytes / row_bytes / Row::kUnit, 1) * Row::kUnit;
+}
+
 // Launches kernel(arguments..., rows, cols, share), whose blocks stage `share` rows of each of `matrices` matrices.
 template <class Row, typename... Parameters, typename... Arguments>
 Status launch_staged_rows(const char *op, void (*kernel)(Parameters...), Row, int matrices, int64_t rows, int64_t cols,
                           void *stream, const Arguments &...arguments) {
-  constexpr int kBytes = 8 << 10;  // of a block: many blocks, some of which load while others compute
-  const int row_bytes = static_cast<int>(cols * sizeof(typename Row::T)) * matrices;
-  const int share = std::max(kBytes / row_bytes / Row::kUnit, 1) * Row::kUnit;
-  const LaunchShape shape = {grid_size(ceil_div(rows, share)), kStagedThreads, share * row_bytes};
+  constexpr int kBytes = 8 << 10;  // many blocks, some of which load while others compute
+  const int share = staged_share<Row>(cols, matrices, kBytes);
+  const int bytes = static_cast<int>(share * matrices * cols * sizeof(typename Row::T));
+  const LaunchShape shape = {grid_size(ceil_div(rows, share)), kStagedThreads, bytes};
   return launch_kernel(op, kernel, shape, stream, arguments..., rows, static_cast<int>(cols), share);
 }
 

@@ -80,29 +80,22 @@ __global__ void __launch_bounds__(kStagedThreads)
   const StagedRows<Row> part(staged, rows, cols, share);
   part.load(x);
   part.arrive();
-  part.each([&](int row, bool present) {
+  part.each([&](int i, bool present) {
+    T *row = staged + i * cols;
     A e[Row::kEach];
     Exponentials<A> s = Exponentials<A>::none();
-#pragma unroll
-    for (int k = 0; k < Row::kEach; ++k) {
-      if (Row::kLong && k * Row::kLanes >= cols) break;
-      e[k] = present && part.column(k) < cols ? widen(staged[row + part.column(k)]) : A(kMinusInfinity);
+    part.each_column([&](int k, int c) {
+      e[k] = present && c < cols ? widen(row[c]) : A(kMinusInfinity);
       s.max = max(s.max, e[k]);
-    }
+    });
     s.max = max_lanes<Row::kLanes>(s.max);
     ShiftedExp<T, A> exponential(s.base());
-#pragma unroll
-    for (int k = 0; k < Row::kEach; ++k) {
-      if (Row::kLong && k * Row::kLanes >= cols) break;
-      s.sum += e[k] = exponential(e[k]);
-    }
+    part.each_column([&](int k, int) { s.sum += e[k] = exponential(e[k]); });
     s.sum = sum_lanes<Row::kLanes>(s.sum);
     Probability<T, A> p(s);
-#pragma unroll
-    for (int k = 0; k < Row::kEach; ++k) {
-      if (Row::kLong && k * Row::kLanes >= cols) break;
-      if (present && part.column(k) < cols) staged[row + part.column(k)] = narrow<T>(p.divide(e[k]));
-    }
+    part.each_column([&](int k, int c) {
+      if (present && c < cols) row[c] = narrow<T>(p.divide(e[k]));
+    });
   });
   part.store(y);
 }
@@ -115,22 +108,19 @@ __global__ void __launch_bounds__(kStagedThreads)
   const StagedRows<Row> of_y(staged_y, rows, cols, share), of_dy(staged_dy, rows, cols, share);
   of_dy.load(dy), of_y.load(y);
   of_y.arrive();
-  of_y.each([&](int row, bool present) {
+  of_y.each([&](int i, bool present) {
+    T *row_of_y = staged_y + i * cols;
+    const T *row_of_dy = staged_dy + i * cols;
     A d[Row::kEach], v[Row::kEach], sum = 0;
-#pragma unroll
-    for (int k = 0; k < Row::kEach; ++k) {
-      if (Row::kLong && k * Row::kLanes >= cols) break;
-      const bool has = present && of_y.column(k) < cols;
-      d[k] = has ? widen(staged_dy[row + of_y.column(k)]) : A(0);
-      v[k] = has ? widen(staged_y[row + of_y.column(k)]) : A(0);
+    of_y.each_column([&](int k, int c) {
+      const bool has = present && c < cols;
+      d[k] = has ? widen(row_of_dy[c]) : A(0), v[k] = has ? widen(row_of_y[c]) : A(0);
       sum += d[k] * v[k];
-    }
+    });
     sum = sum_lanes<Row::kLanes>(sum);
-#pragma unroll
-    for (int k = 0; k < Row::kEach; ++k) {
-      if (Row::kLong && k * Row::kLanes >= cols) break;
-      if (present && of_y.column(k) < cols) staged_y[row + of_y.column(k)] = narrow<T>(v[k] * (d[k] - sum));
-    }
+    of_y.each_column([&](int k, int c) {
+      if (present && c < cols) row_of_y[c] = narrow<T>(v[k] * (d[k] - sum));
+    });
   });
   of_y.store(dx);
 }

@@ -48,6 +48,7 @@ ROW = Row(
         _add_rms_norm((3, 33), 33),
         # one for each path of a kernel
         _add_rms_norm((33, 1025), 1025),
+        *(_add_rms_norm((rows, cols), cols) for rows, cols in ((37, 70), (300, 197), (40, 777))),
         _add_rms_norm((3, 8192), (8192,)),
         _add_rms_norm((2, 40000), 40000),
         _add_rms_norm((1500, 24), 24),

@@ -60,6 +60,7 @@ ROW = Row(
         _layer_norm((6, 16), 16, mean=8.0, magnified=16.0),
         # one for each path of a kernel
         _layer_norm((33, 1025), 1025),
+        *(_layer_norm((rows, cols), cols) for rows, cols in ((300, 197), (40, 777), (3, 9001))),
         _layer_norm((3, 8192), (8192,)),
         _layer_norm((2, 40000), 40000),
         _layer_norm((1500, 24), 24),

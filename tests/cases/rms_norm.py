@@ -58,6 +58,7 @@ ROW = Row(
         _rms_norm((6, 16), 16, mean=8.0),
         # one for each path of a kernel
         _rms_norm((33, 1025), 1025),
+        *(_rms_norm((rows, cols), cols) for rows, cols in ((300, 197), (40, 777), (3, 9001))),
         _rms_norm((3, 8192), (8192,)),
         _rms_norm((2, 40000), 40000),
         _rms_norm((1500, 24), 24),

@@ -21,6 +21,7 @@
 // dweight and dbias.
 #pragma once
 #include "cuda/pack.cuh"
+#include "cuda/staged_rows.cuh"
 #include "norm.h"
 #include "persistent_rows.cuh"
 
@@ -275,6 +276,21 @@ struct AnyRowsPlan {
     return std::min(ceil_div(rows, teams()), int64_t{kAnyThreads / threads} * device.multiprocessors);
   }
 };
+
+// Rows of up to 1024 elements that are no whole vectors, of one dtype and one line of the weight: several for each
+// block, in shared memory (staged_rows.cuh). Other dtypes are AnyRows, since each has kernels of its own.
+template <class N>
+constexpr bool kMayStage = !N::kRare && (N::kPlain || std::is_same_v<typename N::T, float>);
+
+template <typename T>
+using NormStagedRows =
+    StagedRowShapes<StagedRow<T, 8, 8>, StagedRow<T, 16, 8>, StagedRow<T, 32, 8>, StagedRow<T, 32, 32>>;
+
+// Element c of a row, or 0.
+template <typename T>
+__device__ inline Accumulate<T> element(const T *row, int c, bool present) {
+  return present ? widen(row[c]) : Accumulate<T>(0);
+}
 
 // ----------------------------------------------------------------------------------------------- launchers, shared
 

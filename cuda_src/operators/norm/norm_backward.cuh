@@ -321,6 +321,80 @@ __global__ void __launch_bounds__(kSumLanes *kSumRows)
   }
 }
 
+// Persistent blocks, which add up dweight and dbias. After the rows of x, dy and dh, shared memory has their
+// statistics; in the end it has the sums of the lanes of each row at once.
+template <class N, class Row>
+__global__ void __launch_bounds__(kStagedThreads)
+    norm_backward_staged_kernel(NormBackwardTensors<N> a, int64_t rows, int cols, int share) {
+  using T = typename N::T;
+  using A = typename N::A;
+  constexpr int kStats = N::kStats, kKept = Row::kLong ? 1 : Row::kEach;
+  extern __shared__ uint4 memory[];
+  const int size = share * cols;
+  T *staged_x = reinterpret_cast<T *>(memory), *staged_dy = staged_x + size;
+  T *staged_dh = N::kAdd ? staged_dy + size : staged_dy;
+  A *stats = reinterpret_cast<A *>(staged_dh + size);
+  const NormParameters<N> &p = a.parameters;
+  const A one_over_cols = A(1) / static_cast<A>(cols);
+  const bool has_dh = N::kAdd && a.dh;
+  A columns[N::kSums][Row::kEach] = {}, weight[kKept] = {};  // each column's sums of dy * xhat and of dy
+  if constexpr (!Row::kLong)
+    StagedRows<Row>(staged_x, rows, cols, share).each_column([&](int k, int c) {
+      if (c < cols) weight[k] = p.weight_at(c);
+    });
+  for (int64_t part = blockIdx.x; part * share < rows; part += gridDim.x) {
+    const StagedRows<Row> of_x(staged_x, rows, cols, share, part), of_dy(staged_dy, rows, cols, share, part);
+    __syncthreads();  // the rows before have been stored
+    of_x.load(a.x), of_dy.load(a.dy);
+    if (has_dh) StagedRows<Row>(staged_dh, rows, cols, share, part).load(a.dh);
+    for (int i = threadIdx.x; i < kStats * of_x.rows(); i += kStagedThreads)
+      stats[i] = a.stats[kStats * of_x.first() + i];
+    of_x.arrive();
+    of_x.each([&](int i, bool present) {
+      T *row = staged_x + i * cols;
+      const T *row_of_dy = staged_dy + i * cols, *row_of_dh = staged_dh + i * cols;
+      const A mean = N::kCentred && present ? stats[kStats * i] : A(0);
+      const A rstd = present ? stats[kStats * i + kStats - 1] : A(0);
+      A xhat[Row::kEach], g[Row::kEach];
+      Sums<2, A> sums = {};
+      of_x.each_column([&](int k, int c) {
+        const bool has = present && c < cols;
+        xhat[k] = has ? (widen(row[c]) - mean) * rstd : A(0), g[k] = element(row_of_dy, c, has);
+        columns[0][k] += g[k] * xhat[k];
+        if constexpr (N::kBias) columns[1][k] += g[k];
+        if constexpr (Row::kLong) g[k] *= has ? p.weight_at(c) : A(0);
+        else g[k] *= c < cols ? weight[k] : A(0);
+        sums.value[0] += g[k], sums.value[1] += g[k] * xhat[k];
+      });
+      sums = sum_lanes<Row::kLanes>(sums);
+      const A c0 = N::kCentred ? sums.value[0] * one_over_cols : A(0), c1 = sums.value[1] * one_over_cols;
+      of_x.each_column([&](int k, int c) {
+        if (!present || c >= cols) return;
+        A dx = rstd * (g[k] - c0 - xhat[k] * c1);
+        if (has_dh) dx += widen(row_of_dh[c]);
+        row[c] = narrow<T>(dx);
+      });
+    });
+    if (a.dx) of_x.store(a.dx);
+  }
+  launch_next();
+  if (!a.partials) return;
+  __syncthreads();
+  A *all = reinterpret_cast<A *>(memory), *mine = all + threadIdx.x / Row::kLanes * N::kSums * cols;
+  StagedRows<Row>(staged_x, rows, cols, share).each_column([&](int k, int c) {
+    if (c < cols)
+#pragma unroll
+      for (int s = 0; s < N::kSums; ++s) mine[s * cols + c] = columns[s][k];
+  });
+  __syncthreads();
+  A *to = a.partials + int64_t{blockIdx.x} * N::kSums * cols;
+  for (int at = threadIdx.x; at < N::kSums * cols; at += kStagedThreads) {
+    A sum = 0;
+    for (int r = 0; r < Row::kAtOnce; ++r) sum += all[r * N::kSums * cols + at];
+    to[at] = sum;
+  }
+}
+
 // Sums over the rows of a block, (kSums, cols), which its teams add up in their order.
 template <class N, class Part, typename A>
 __device__ inline void write_any_partials(const A (&columns)[N::kSums][kAnyHeld], const Part &part,
@@ -429,8 +503,8 @@ __global__ void __launch_bounds__(kAnyThreads) norm_partials_any_kernel(NormBack
 
 // *sums: on entry the most lines of partial sums, on return those written.
 template <class N>
-Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, const DeviceLimits &device, int64_t *sums,
-                         void *stream) {
+Status norm_backward_any_rows(const char *op, const NormBackwardTensors<N> &a, const DeviceLimits &device,
+                              int64_t *sums, void *stream) {
   using A = typename N::A;
   const AnyRowsPlan plan(a.cols, 256);
   const bool with_sums = a.partials && a.parameters.lines == 1 && a.cols <= kAnyThreads * kAnyHeld;
@@ -449,6 +523,35 @@ Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, const 
   const unsigned block = any_row_block(a.cols, kAnyThreads);
   dim3 grid(grid_size(ceil_div(a.cols, block)), static_cast<unsigned>(std::min(*sums, kMostInY)));
   return launch_kernel(op, norm_partials_any_kernel<N>, {grid, block}, stream, a, *sums);
+}
+
+// As norm_backward_any_rows().
+template <class N, class Row>
+Status norm_backward_staged(const char *op, const NormBackwardTensors<N> &a, Row, const DeviceLimits &device,
+                            int64_t *sums, void *stream) {
+  using T = typename N::T;
+  using A = typename N::A;
+  constexpr int kMatrices = N::kAdd ? 3 : 2, kBlocks = 4, kBytes = 16 << 10;  // of a multiprocessor, of a block
+  const int share = staged_share<Row>(a.cols, kMatrices, kBytes);
+  const int64_t rows = share * (kMatrices * a.cols * sizeof(T) + N::kStats * sizeof(A));
+  const int64_t columns = Row::kAtOnce * N::kSums * a.cols * sizeof(A);
+  int64_t blocks = std::min(ceil_div(a.rows, share), int64_t{kBlocks} * device.multiprocessors);
+  if (a.partials) *sums = blocks = std::min(blocks, *sums);
+  const LaunchShape shape = {grid_size(blocks), kStagedThreads, static_cast<int>(std::max(rows, columns))};
+  return launch_kernel(op, norm_backward_staged_kernel<N, Row>, shape, stream, a, a.rows, static_cast<int>(a.cols),
+                       share);
+}
+
+template <class N>
+Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, const DeviceLimits &device, int64_t *sums,
+                         void *stream) {
+  auto any = [&] { return norm_backward_any_rows(op, a, device, sums, stream); };
+  if constexpr (kMayStage<N>)
+    if (a.parameters.lines == 1 && a.cols > 0) {
+      auto staged = [&](auto row) { return norm_backward_staged(op, a, row, device, sums, stream); };
+      return dispatch_staged_rows(NormStagedRows<typename N::T>(), a.cols, staged, any);
+    }
+  return any();
 }
 
 // dx and the partial sums. *sums: on entry the most lines of partial sums, on return those written, or -1 if dweight

@@ -228,6 +228,55 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   wait_copies<0>();
 }
 
+template <class N, class Row>
+__global__ void __launch_bounds__(kStagedThreads)
+    norm_staged_kernel(NormForward<N> a, int64_t rows, int cols, int share) {
+  using T = typename N::T;
+  using A = typename N::A;
+  constexpr int kKept = Row::kLong ? 1 : Row::kEach;
+  extern __shared__ uint4 memory[];
+  T *staged_x = reinterpret_cast<T *>(memory), *staged_h = N::kAdd ? staged_x + share * cols : staged_x;
+  const StagedRows<Row> of_x(staged_x, rows, cols, share), of_h(staged_h, rows, cols, share);
+  of_x.load(a.x);
+  if constexpr (N::kAdd) of_h.load(a.residual);
+  const NormParameters<N> &p = a.parameters;
+  A weight[kKept] = {}, bias[kKept] = {};
+  if constexpr (!Row::kLong)
+    of_x.each_column([&](int k, int c) {
+      if (c < cols) weight[k] = p.weight_at(c), bias[k] = p.bias_at(c);
+    });
+  of_x.arrive();
+  const A one_over_cols = A(1) / static_cast<A>(cols);
+  of_x.each([&](int i, bool present) {
+    T *row = staged_x + i * cols, *row_of_h = staged_h + i * cols;
+    A v[Row::kEach], sum = 0, squares = 0;
+    of_x.each_column([&](int k, int c) {
+      const bool has = present && c < cols;
+      v[k] = element(row, c, has);
+      if constexpr (N::kAdd) {
+        const T h = narrow<T>(v[k] + element(row_of_h, c, has));
+        if (has) row_of_h[c] = h;
+        v[k] = widen(h);
+      }
+      sum += v[k];
+    });
+    const A mean = N::kCentred ? sum_lanes<Row::kLanes>(sum) * one_over_cols : A(0);
+    of_x.each_column([&](int k, int c) {
+      v[k] -= mean;
+      if (c < cols) squares += v[k] * v[k];
+    });
+    const A rstd = reciprocal_deviation<N::kCentred>(sum_lanes<Row::kLanes>(squares) * one_over_cols + a.eps);
+    if (a.stats && present && threadIdx.x % Row::kLanes == 0) write_stats(a, of_x.first() + i, mean, rstd);
+    of_x.each_column([&](int k, int c) {
+      if (!present || c >= cols) return;
+      const A w = Row::kLong ? p.weight_at(c) : weight[k % kKept], b = Row::kLong ? p.bias_at(c) : bias[k % kKept];
+      row[c] = narrow<T>(v[k] * rstd * w + b);
+    });
+  });
+  if (a.y) of_x.store(a.y);
+  if constexpr (N::kAdd) of_h.store(a.h);
+}
+
 // The next row is loaded while one is normalized.
 template <class N, int kPack>
 __global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<N> a, int row_warps) {
@@ -304,13 +353,27 @@ Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, 
 }
 
 template <class N>
-Status norm_any(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
+Status norm_any_rows(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
   const AnyRowsPlan plan(a.cols, 128);
   const LaunchShape shape = {grid_size(plan.blocks(a.rows, device)), static_cast<unsigned>(plan.threads)};
   auto launch = [&](auto pack) {
     return launch_kernel(op, norm_any_kernel<N, pack>, shape, stream, a, plan.row_warps);
   };
   return dispatch_pack<N>(a.cols, launch, a.x, a.residual, a.h, a.y);
+}
+
+template <class N>
+Status norm_any(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
+  auto any = [&] { return norm_any_rows(op, a, device, stream); };
+  if constexpr (kMayStage<N>)
+    if (a.parameters.lines == 1 && a.cols > 0 && a.rows > 0) {
+      auto staged = [&](auto row) {
+        constexpr int kMatrices = N::kAdd ? 2 : 1;
+        return launch_staged_rows(op, norm_staged_kernel<N, decltype(row)>, row, kMatrices, a.rows, a.cols, stream, a);
+      };
+      return dispatch_staged_rows(NormStagedRows<typename N::T>(), a.cols, staged, any);
+    }
+  return any();
 }
 
 template <class Shape, class N>
