@@ -10,15 +10,19 @@
 //            up to 512 bytes  norm_backward_kernel, 1 to 4 rows for each warp                    persistent
 //            up to 32 KiB     norm_backward_kernel, one or more rows for each block              persistent
 //            up to 512 KiB    norm_backward_kernel, a row for each cluster                       persistent
-//   both     others           norm_any_kernel, norm_backward_any_kernel, norm_partials_any_kernel
+//   forward  odd              norm_staged_kernel, several rows for each block                    one-shot
+//   backward odd              norm_backward_staged_kernel, several rows for each block           persistent
+//   both     others           norm_any_kernel, norm_backward_any_kernel,                         persistent
+//                             norm_partials_any_kernel                                           one-shot
 //
 // Exception: the backward with a mean and 16-bit rows, which together take many registers, has a row for each warp from
 // 1 KiB to 1.5 KiB.
 //
-// Others are longer rows, rows that are not aligned to 16 bytes, rows for whose pipelines the device has too little
-// shared memory, and rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows()
-// choose. After each backward but those of a single block that has all rows, sum_partials_kernel adds up
-// dweight and dbias.
+// Odd are rows of up to 1024 elements that are no whole vectors of 16 bytes or not aligned to them, where all is of one
+// dtype and the weight has one line. Others are those where it is not, longer ones, rows that exceed the lengths above,
+// rows for whose pipelines the device has too little shared memory, and rows that need clusters before compute
+// capability 9.0. norm_rows() and norm_backward_rows() choose. After each backward but those of a single block that has
+// all rows, sum_partials_kernel adds up dweight and dbias.
 #pragma once
 #include "cuda/pack.cuh"
 #include "cuda/staged_rows.cuh"
