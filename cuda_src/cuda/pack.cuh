@@ -53,7 +53,7 @@ struct Pack {
   __device__ static Pack filled(A value) {
     return of([=](int) { return value; });
   }
-  // Keeps the compiler from holding the widened values, which take twice the registers.
+  // Keeps the compiler from holding the widened values of 16 bits, which take twice the registers.
   __device__ void keep() {
     if constexpr (sizeof(T) == 2)
 #pragma unroll

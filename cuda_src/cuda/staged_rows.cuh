@@ -81,7 +81,7 @@ class StagedRows {
     for (int i = threadIdx.x / Row::kLanes; i - static_cast<int>(threadIdx.x / Row::kLanes) < rows_; i += Row::kAtOnce)
       f(i, i < rows_);
   }
-  // Calls f(k, c) for this thread's columns c of a row, and, if its elements are few, for some past its end.
+  // Calls f(k, c) for this thread's columns c of a row, and for some past its end.
   template <class F>
   __device__ void each_column(F f) const {
 #pragma unroll
