@@ -237,7 +237,7 @@ def _draw_op(op: str, rows: list[Row], device: str, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     products = "tflops" in rows[0]
-    over_n = not products and len({row["shape"][-1] for row in rows}) > 1
+    over_n = not products and len(set(map(_length, rows))) > 1
     kind, column = (("variant", "dtype"), "pass") if products else (("variant", "pass"), "dtype")
     kinds, columns = _unique(rows, *kind), _unique(rows, column)
     impls = [impl for impl in STYLE if any(row["impl"] == impl for row in rows)]
@@ -291,17 +291,21 @@ def _finish(figure: Any, grid: Any, impls: Sequence[str], title: str, file: Path
     plt.close(figure)
 
 
+def _length(row: Row) -> int:
+    return _case(row).work.length(tuple(row["shape"]))
+
+
 def _curves(ax: Any, panel: list[Row], impls: list[str]) -> None:
-    lengths = sorted({row["shape"][-1] for row in panel})
-    copies = {row["shape"][-1]: row["gbs"] / row["of_copy"] for row in panel}
+    lengths = sorted(set(map(_length, panel)))
+    copies = {_length(row): row["gbs"] / row["of_copy"] for row in panel}
     ax.plot(lengths, [copies[n] for n in lengths], color="#212529", lw=1.2, ls=(0, (4, 3)), label="copy")
     for impl in reversed(impls):  # aotops in front
-        points = sorted((row["shape"][-1], row["gbs"]) for row in panel if row["impl"] == impl)
+        points = sorted((_length(row), row["gbs"]) for row in panel if row["impl"] == impl)
         color, marker = STYLE[impl]
         wide = 2.4 if impl == "aotops" else 1.5
         ax.plot(*zip(*points, strict=True), color=color, marker=marker, ms=4.5, lw=wide, label=impl) if points else None
     ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], rotation=45, fontsize=8)
+    ax.set_xticks(lengths, [str(n) if n % 1024 else f"{n // 1024}k" for n in lengths], rotation=45, fontsize=8)
 
 
 def _bars(ax: Any, panel: list[Row], impls: list[str]) -> None:

@@ -83,6 +83,10 @@ class Work:
         """The number of classes of t, or n."""
         return shape[-1]
 
+    def length(self, shape: Shape) -> int:
+        """The length of a row, over which rates are plotted."""
+        return shape[-1]
+
     def shapes(self, device: str, given: Sequence[Shape] | None, quick: bool) -> Sequence[Shape]:
         """The shapes to measure: ``given``, if they are of this kind."""
         if given is not None:
@@ -156,6 +160,9 @@ class Along(Work):
 
     def tensors(self, shape):
         return {"x": shape}
+
+    def length(self, shape):
+        return shape[1]
 
 
 class Elements(Rows):
