@@ -93,8 +93,9 @@ __device__ const V *share_axis(const V (&mine)[kPack]) {
 // -------------------------------------------------------------------------------------------------------------- launch
 
 // Calls f(Pack(), shape) with the shape of the launch for tensors of (outer, n, inner) elements. Short axes are read in
-// packs of 16 bytes, longer ones in packs of 4, by threads that publish a Shared for each column.
-template <typename T, class Shared, class F, typename... Pointers>
+// packs of 16 bytes, longer ones in packs of 8 or 4, by threads that publish a Shared for each column. kNarrow: threads
+// along inner of a block in which 16 share an axis.
+template <typename T, class Shared, unsigned kNarrow, class F, typename... Pointers>
 Status launch_along_axis(int64_t outer, int64_t n, int64_t inner, const DeviceLimits &device, F f,
                          const Pointers *...pointers) {
   auto launch = [&](auto pack, unsigned width, unsigned sharing) {
@@ -113,7 +114,15 @@ Status launch_along_axis(int64_t outer, int64_t n, int64_t inner, const DeviceLi
   constexpr int kOfOne = kGroup<Pack<T, 1>>, kMost = 16;
   const bool long_axis = n > kMost * kOfOne;
   const unsigned sharing = n <= kOfOne ? 1 : n <= 4 * kOfOne ? 4 : long_axis ? 2 * kMost : kMost;
-  const unsigned width = sharing == 1 ? 128 : long_axis ? 16 : 32;
+  const unsigned width = sharing == 1 ? 128 : sharing == 4 ? 32 : long_axis ? 16 : kNarrow;
+  if constexpr (sizeof(T) < 8) {
+    using Half = Pack<T, kVectorSize<T> / 2>;
+    if (n > kOfOne && fits(Half::kSize)) {
+      if (n <= 4 * kGroup<Half>) return launch(Half(), 32, 4);
+      if (sizeof(T) == 4 && n <= 8 * kGroup<Half>) return launch(Half(), 16, 8);
+      if (n > 8 * kGroup<Half> && n <= 16 * kGroup<Half>) return launch(Half(), kNarrow, 16);
+    }
+  }
   if constexpr (sizeof(T) == 2) {
     using Pair = Pack<T, 2>;
     const bool few = outer * inner < int64_t{2} * width * device.multiprocessors;

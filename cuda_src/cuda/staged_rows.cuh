@@ -18,8 +18,6 @@ template <typename T_, int kLanes_, int kEach_>
 struct StagedRow {
   using T = T_;
   static constexpr int kLanes = kLanes_, kEach = kEach_, kCols = kLanes * kEach;
-  // Whether loops over a lane's elements end with the row: a branch for each, which short loops are faster without.
-  static constexpr bool kLong = kEach > 8;
   static constexpr int kAtOnce = kStagedThreads / kLanes;  // rows
   // The rows of a block are a multiple of kUnit, so that those of the next one begin with a vector, too.
   static constexpr int kUnit = std::max(kAtOnce, kVectorSize<T>);
@@ -28,10 +26,6 @@ struct StagedRow {
 // Shapes in the order in which they are tried.
 template <class... Rows>
 struct StagedRowShapes {};
-
-template <typename T>
-using ShortRows = StagedRowShapes<StagedRow<T, 1, 8>, StagedRow<T, 4, 8>, StagedRow<T, 8, 8>, StagedRow<T, 16, 8>,
-                                  StagedRow<T, 32, 8>, StagedRow<T, 32, 32>>;
 
 // ----------------------------------------------------------------------------------------------------- a block's rows
 
@@ -78,17 +72,14 @@ class StagedRows {
   // after the last.
   template <class F>
   __device__ void each(F f) const {
-    for (int i = threadIdx.x / Row::kLanes; i - static_cast<int>(threadIdx.x / Row::kLanes) < rows_; i += Row::kAtOnce)
-      f(i, i < rows_);
+    const int mine = threadIdx.x / Row::kLanes;
+    for (int first = 0; first < rows_; first += Row::kAtOnce) f(first + mine, first + mine < rows_);
   }
   // Calls f(k, c) for this thread's columns c of a row, and for some past its end.
   template <class F>
   __device__ void each_column(F f) const {
 #pragma unroll
-    for (int k = 0; k < Row::kEach; ++k) {
-      if (Row::kLong && k * Row::kLanes >= cols_) break;
-      f(k, threadIdx.x % Row::kLanes + k * Row::kLanes);
-    }
+    for (int k = 0; k < Row::kEach; ++k) f(k, threadIdx.x % Row::kLanes + k * Row::kLanes);
   }
 
  private:
@@ -101,14 +92,26 @@ class StagedRows {
   int rows_, cols_;
 };
 
+// Element c of a row, or `absent`.
+template <typename T>
+__device__ inline Accumulate<T> element(const T *row, int c, bool present, Accumulate<T> absent = 0) {
+  return present ? widen(row[c]) : absent;
+}
+
 // -------------------------------------------------------------------------------------------------------------- launch
 
-// Returns f(row) with the first shape that holds rows of `cols` elements, or fallback() if there is none.
-template <class Row, class... More, class F, class Fallback>
-Status dispatch_staged_rows(StagedRowShapes<Row, More...>, int64_t cols, F f, Fallback fallback) {
-  if (cols <= Row::kCols) return f(Row());
-  if constexpr (sizeof...(More) > 0) return dispatch_staged_rows(StagedRowShapes<More...>(), cols, f, fallback);
-  else return fallback();
+// Whether one of the shapes holds rows of `cols` elements.
+template <class... Rows>
+bool holds_row(StagedRowShapes<Rows...>, int64_t cols) {
+  return cols > 0 && ((cols <= Rows::kCols) || ...);
+}
+
+// Returns f(row) with the first shape that does.
+template <class Row, class... More, class F>
+Status dispatch_staged_rows(StagedRowShapes<Row, More...>, int64_t cols, F f) {
+  if constexpr (sizeof...(More) > 0)
+    if (cols > Row::kCols) return dispatch_staged_rows(StagedRowShapes<More...>(), cols, f);
+  return f(Row());
 }
 
 // Rows of a block, of about `bytes` in `matrices` matrices.

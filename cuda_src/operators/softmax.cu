@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kStagedThreads)
     A e[Row::kEach];
     Exponentials<A> s = Exponentials<A>::none();
     part.each_column([&](int k, int c) {
-      e[k] = present && c < cols ? widen(row[c]) : A(kMinusInfinity);
+      e[k] = element(row, c, present && c < cols, A(kMinusInfinity));
       s.max = max(s.max, e[k]);
     });
     s.max = max_lanes<Row::kLanes>(s.max);
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kStagedThreads)
     A d[Row::kEach], v[Row::kEach], sum = 0;
     of_y.each_column([&](int k, int c) {
       const bool has = present && c < cols;
-      d[k] = has ? widen(row_of_dy[c]) : A(0), v[k] = has ? widen(row_of_y[c]) : A(0);
+      d[k] = element(row_of_dy, c, has), v[k] = element(row_of_y, c, has);
       sum += d[k] * v[k];
     });
     sum = sum_lanes<Row::kLanes>(sum);
@@ -155,12 +155,6 @@ struct AxisExponentials {
   A max, sum;
 };
 
-// What is subtracted from x: `most`, but not -inf, since -inf - -inf is NaN.
-template <typename A>
-__device__ A finite(A most) {
-  return most == A(kMinusInfinity) ? A(0) : most;
-}
-
 template <class Pack, typename T = typename Pack::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kAxisThreads)
     softmax_axis_kernel(const T *x, T *y, int64_t outer, int64_t n, int64_t inner) {
@@ -180,7 +174,7 @@ __global__ void __launch_bounds__(kAxisThreads)
       for (int k = 0; k < Pack::kSize; ++k) sum[k] *= ShiftedExp<T, A>(most[k]).rescale(before[k]);
     part.each_pack(count, [&](int j) {
       v[j].keep();
-      v[j].each([&](int k, A x) { sum[k] += ShiftedExp<T, A>(finite(most[k]))(x); });
+      v[j].each([&](int k, A x) { sum[k] += ShiftedExp<T, A>(Exponentials<A>{most[k]}.base())(x); });
     });
   });
   if (blockDim.y > 1) {
@@ -268,6 +262,18 @@ constexpr auto softmax_shapes() {
   else return kShort + RegisterRowShapes<WarpRow<T, 32, 4>>() + long_shapes<T>();
 }
 
+// Of rows that are no whole vectors: up to 128 elements, beyond which vectors of a warp are faster, except in a forward
+// of 16 bits; and those before long_shapes().
+template <typename T>
+using ShortRows = StagedRowShapes<StagedRow<T, 1, 8>, StagedRow<T, 4, 8>, StagedRow<T, 8, 8>, StagedRow<T, 16, 8>>;
+template <typename T>
+using ShortForwardRows = std::conditional_t<sizeof(T) == 2,
+                                            StagedRowShapes<StagedRow<T, 1, 8>, StagedRow<T, 4, 8>, StagedRow<T, 8, 8>,
+                                                            StagedRow<T, 16, 8>, StagedRow<T, 32, 8>>,
+                                            ShortRows<T>>;
+template <typename T>
+constexpr RegisterRowShapes<WarpRow<T, 32, 1>, WarpRow<T, 32, 2>, WarpRow<T, 32, 3>, WarpRow<T, 32, 4>> kWarpRows;
+
 template <typename T>
 constexpr auto long_backward_shapes() {
   if constexpr (sizeof(T) < 8)
@@ -309,14 +315,12 @@ Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLi
   };
   if (cols % kVectorSize<T> == 0 && aligned(x, y))
     return dispatch_register_rows(softmax_shapes<T>(), cols / kVectorSize<T>, device, launch(Aligned()), any);
-  auto unaligned = [&] {
-    return dispatch_register_rows(long_shapes<T>(), unaligned_row_vectors<T>(cols, x, y), device, launch(Unaligned()),
-                                  any);
-  };
   auto staged = [&](auto row) {
     return launch_staged_rows(op, softmax_staged_kernel<decltype(row)>, row, 1, rows, cols, stream, x, y);
   };
-  return dispatch_staged_rows(ShortRows<T>(), cols, staged, unaligned);
+  if (holds_row(ShortForwardRows<T>(), cols)) return dispatch_staged_rows(ShortForwardRows<T>(), cols, staged);
+  return dispatch_register_rows(kWarpRows<T> + long_shapes<T>(), unaligned_row_vectors<T>(cols, x, y), device,
+                                launch(Unaligned()), any);
 }
 
 template <typename T>
@@ -337,14 +341,12 @@ Status softmax_backward_rows(const T *dy, const T *y, T *dx, int64_t rows, int64
   };
   if (cols % kVectorSize<T> == 0 && aligned(dy, y, dx))
     return dispatch_register_rows(softmax_backward_shapes<T>(), cols / kVectorSize<T>, device, launch(Aligned()), any);
-  auto unaligned = [&] {
-    return dispatch_register_rows(long_backward_shapes<T>(), unaligned_row_vectors<T>(cols, dy, y, dx), device,
-                                  launch(Unaligned()), any);
-  };
   auto staged = [&](auto row) {
     return launch_staged_rows(op, softmax_backward_staged_kernel<decltype(row)>, row, 2, rows, cols, stream, dy, y, dx);
   };
-  return dispatch_staged_rows(ShortRows<T>(), cols, staged, unaligned);
+  if (holds_row(ShortRows<T>(), cols)) return dispatch_staged_rows(ShortRows<T>(), cols, staged);
+  return dispatch_register_rows(kWarpRows<T> + long_backward_shapes<T>(), unaligned_row_vectors<T>(cols, dy, y, dx),
+                                device, launch(Unaligned()), any);
 }
 
 Status softmax_cuda(const Softmax &op, const Tensor *in, const Tensor *out, void *stream) {
@@ -360,7 +362,8 @@ Status softmax_cuda(const Softmax &op, const Tensor *in, const Tensor *out, void
       return launch_kernel(Softmax::name, softmax_axis_kernel<decltype(pack)>, shape, stream, x.as<const T>(),
                            y.as<T>(), a.outer, a.n, a.inner);
     };
-    return launch_along_axis<T, AxisExponentials<Accumulate<T>>>(a.outer, a.n, a.inner, device, launch, x.data, y.data);
+    return launch_along_axis<T, AxisExponentials<Accumulate<T>>, 8>(a.outer, a.n, a.inner, device, launch, x.data,
+                                                                    y.data);
   });
 }
 
@@ -378,7 +381,7 @@ Status softmax_backward_cuda(const SoftmaxBackward &op, const Tensor *in, const 
       return launch_kernel(SoftmaxBackward::name, softmax_backward_axis_kernel<decltype(pack)>, shape, stream,
                            dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, a.inner);
     };
-    return launch_along_axis<T, Accumulate<T>>(a.outer, a.n, a.inner, device, launch, dy.data, y.data, dx.data);
+    return launch_along_axis<T, Accumulate<T>, 16>(a.outer, a.n, a.inner, device, launch, dy.data, y.data, dx.data);
   });
 }
 

@@ -1,4 +1,4 @@
-"""The norms on a GPU where a block has many long rows, and where one has all rows."""
+"""The norms on a GPU where a block has many rows, long or odd ones, and where one has all rows."""
 
 from __future__ import annotations
 
@@ -35,6 +35,40 @@ def test_many_long_rows_are_exact_and_the_same_twice(name, dtype, cols):
         return torch.randn(shape, device="cuda", generator=generator)
 
     check(name, made, ROWS, cols, dtype)
+
+
+# Rows that are no whole vectors of 16 bytes: one length for each shape of a kernel, and so many that each warp has
+# several rows.
+ODD = {49: 40_000, 131: 40_000, 150: 40_000, 197: 30_000, 301: 20_000, 401: 20_000, 601: 12_000, 777: 9_000}
+ODD |= {4097: 3_000, 9001: 1_000, 16_001: 300}
+
+
+@pytest.mark.parametrize("cols", ODD)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
+def test_many_odd_rows_are_exact_and_the_same_twice(name, dtype, cols):
+    generator = torch.Generator("cuda").manual_seed(cols)
+    check(name, lambda *shape: torch.randn(shape, device="cuda", generator=generator), ODD[cols], cols, dtype)
+
+
+@pytest.mark.parametrize("cols", [49, 131, 197, 301, 1023, 4097])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_odd_rows_are_apart(name, cols):
+    """They share vectors of 16 bytes with their neighbours, of which nothing counts."""
+    from aotops.frontends import torch as ours
+
+    def results(x, dy):
+        x = x.clone().requires_grad_()
+        y = getattr(ours, name)(x, cols, weight, eps=EPS)
+        return y.detach(), *torch.autograd.grad(y, x, dy)
+
+    x, dy = (torch.randn(60, cols, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.ones(cols, device="cuda", dtype=torch.bfloat16)
+    plain = results(x, dy)
+    x[::3], dy[1::3] = float("nan"), float("inf")
+    for one, other in zip(results(x, dy), plain, strict=True):
+        assert torch.equal(one[2::3], other[2::3])
+        assert not one[::3].isfinite().any()
 
 
 # a block alone has at most 32 rows of at most 256 columns

@@ -1,30 +1,31 @@
 // The norms on CUDA: a map of the kernels, and what forward and backward share. norm_forward.cuh and norm_backward.cuh
 // have the kernels and their launchers, which each operator instantiates (norm.h). The kernel by row length:
 //
-//            row length       kernel                                                             blocks
-//   forward  up to 2 KiB      norm_kernel, 1 to 4 rows for each warp                             one-shot
-//            up to 32 KiB     norm_kernel, a row for each block (up to 64 KiB with kMost = 8)    one-shot
-//            2 to 8 times it  norm_kernel, a row for each cluster, if kSplit                     one-shot
-//            up to 512 KiB    norm_long_kernel, a row for each cluster                           persistent
-//   backward up to 256 of 32  norm_backward_few_kernel, all rows by one block                            one-shot
-//            up to 512 bytes  norm_backward_kernel, 1 to 4 rows for each warp                    persistent
-//            up to 32 KiB     norm_backward_kernel, one or more rows for each block              persistent
-//            up to 512 KiB    norm_backward_kernel, a row for each cluster                       persistent
-//   forward  odd              norm_staged_kernel, several rows for each block                    one-shot
-//   backward odd              norm_backward_staged_kernel, several rows for each block           persistent
-//   both     others           norm_any_kernel, norm_backward_any_kernel,                         persistent
-//                             norm_partials_any_kernel                                           one-shot
+//            row length         kernel                                                           blocks
+//   forward  up to 2 KiB        norm_kernel, 1 to 4 rows for each warp                           one-shot
+//            up to 32 KiB       norm_kernel, a row for each block (up to 64 KiB with kMost = 8)  one-shot
+//            2 to 8 times it    norm_kernel, a row for each cluster, if kSplit                   one-shot
+//            up to 512 KiB      norm_long_kernel, a row for each cluster                         persistent
+//   backward up to 256 of 32    norm_backward_few_kernel, all rows by one block                  one-shot
+//            up to 512 bytes    norm_backward_kernel, 1 to 4 rows for each warp                  persistent
+//            up to 32 KiB       norm_backward_kernel, one or more rows for each block            persistent
+//            up to 512 KiB      norm_backward_kernel, a row for each cluster                     persistent
+//   forward  odd, up to 128     norm_staged_kernel, several rows for each block                  one-shot
+//            odd, up to 32 KiB  norm_shifted_kernel, 1 or 2 rows for a warp, or 1 for several    persistent
+//   backward odd, up to 128     norm_backward_staged_kernel, several rows for each block         persistent
+//            odd, up to 32 KiB  norm_backward_kernel, 1 or 2 rows for a warp, or 1 for several   persistent
+//   both     others             norm_any_kernel, norm_backward_any_kernel,                       persistent
+//                               norm_partials_any_kernel                                         one-shot
 //
 // Exception: the backward with a mean and 16-bit rows, which together take many registers, has a row for each warp from
 // 1 KiB to 1.5 KiB.
 //
-// Odd are rows of up to 1024 elements that are no whole vectors of 16 bytes or not aligned to them, where all is of one
-// dtype and the weight has one line. Others are those where it is not, longer ones, rows that exceed the lengths above,
-// rows for whose pipelines the device has too little shared memory, and rows that need clusters before compute
-// capability 9.0. norm_rows() and norm_backward_rows() choose. After each backward but those of a single block that has
-// all rows, sum_partials_kernel adds up dweight and dbias.
+// Odd are rows that are no whole vectors of 16 bytes, where the weight has one line: up to 128 elements (256 in a
+// forward of float32), if all is of one dtype, and longer ones, if the matrices are aligned. Others are those where it
+// is not so, rows that exceed the lengths above, rows for whose pipelines the device has too little shared memory, and
+// rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows() choose. After each
+// backward but those of a single block that has all rows, sum_partials_kernel adds up dweight and dbias.
 #pragma once
-#include "cuda/pack.cuh"
 #include "cuda/staged_rows.cuh"
 #include "norm.h"
 #include "persistent_rows.cuh"
@@ -57,9 +58,10 @@ __device__ inline void keep_packed(Vector<T> &v) {
   if constexpr (sizeof(T) == 2) asm volatile("" : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3]));
 }
 
+// end: a thread's element of the row's ends, or 0.
 template <class Shape, typename A>
-__device__ inline A sum_share(const Vector<typename Shape::T> (&v)[Shape::kVectors]) {
-  A sum = 0;
+__device__ inline A sum_share(const Vector<typename Shape::T> (&v)[Shape::kVectors], A end) {
+  A sum = end;
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
     auto x = widen(v[i]);
@@ -72,9 +74,9 @@ __device__ inline A sum_share(const Vector<typename Shape::T> (&v)[Shape::kVecto
 }
 
 template <class Shape, typename A>
-__device__ inline A sum_share_squares(Vector<typename Shape::T> (&v)[Shape::kVectors], const RowPart<Shape> &part,
-                                      A mean) {
-  A squares = 0;
+__device__ inline A sum_share_squares(Vector<typename Shape::T> (&v)[Shape::kVectors], A end,
+                                      const RowPart<Shape> &part, A mean) {
+  A squares = part.has_end() ? (end - mean) * (end - mean) : A(0);
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
     keep_packed(v[i]);
@@ -96,12 +98,12 @@ using Share = std::conditional_t<kCentred, Moments<A>, Sums<1, A>>;
 // warps needs a single exchange.
 template <bool kCentred, class Shape, typename A>
 __device__ inline Share<kCentred, A> share_moments(Vector<typename Shape::T> (&v)[Shape::kVectors],
-                                                   const RowPart<Shape> &part, A one_over_share) {
+                                                   const RowPart<Shape> &part, A one_over_share, A end = 0) {
   if constexpr (kCentred) {
-    A mean = sum_share<Shape, A>(v) * one_over_share;
-    return {mean, sum_share_squares(v, part, mean)};
+    A mean = sum_share<Shape, A>(v, end) * one_over_share;
+    return {mean, sum_share_squares(v, end, part, mean)};
   } else {
-    return {{sum_share_squares(v, part, A(0))}};
+    return {{sum_share_squares(v, end, part, A(0))}};
   }
 }
 
@@ -151,8 +153,12 @@ struct KeptParameter {
   __device__ void load(const NormParameters<N> &p, const void *from, bool given, float fallback,
                        const RowPart<Shape> &part) {
 #pragma unroll
-    for (int i = 0; i < Shape::kVectors; ++i)
-      vector[i] = ParameterVector<N>::load(p.address(from, part.offset(i)), p.wide, given && part.holds(i), fallback);
+    for (int i = 0; i < Shape::kVectors; ++i) {
+      const void *at = p.address(from, part.offset(i));
+      const bool present = given && part.holds(i);
+      if constexpr (kShifted<Shape>) vector[i] = ParameterVector<N>::load_elements(at, p.wide, present, fallback);
+      else vector[i] = ParameterVector<N>::load(at, p.wide, present, fallback);
+    }
   }
   template <class Pipeline>
   __device__ void keep(const Pipeline &pipeline, int plane, bool wide, A offset) const {
@@ -176,18 +182,38 @@ __device__ inline Widened<typename N::R> kept_parameter(const Pipeline &pipeline
 // one in flight.
 constexpr int kLongStages = 3;
 
+// Rows that are no whole vectors, of matrices that are aligned, and one line of the weight.
+template <class N>
+constexpr bool kMayShift = !N::kRare && !std::is_same_v<typename N::T, double>;
+
+template <class N, int kLanes, int kVectors, Span kSpan>
+using ShiftedShape = Shifted<RowShape<typename N::R, kLanes, kVectors, kSpan>>;
+
+// bytes: of shared memory for each vector.
+template <class N, typename... Pointers>
+RowPlan shifted_plan(int64_t cols, int64_t lines, int bytes, const DeviceLimits &device, const Pointers *...pointers) {
+  constexpr int kSize = kVectorSize<typename N::R>, kTwoVectorWarps = sizeof(typename N::R) == 2 ? 8 : 16;
+  if (lines != 1 || cols < 2 * kSize || !aligned(pointers...)) return {};
+  return first_that_holds(cols / kSize, {{16, 2}, {16, 3}, {32, 2}, {32, 3}, {32, 2, kTwoVectorWarps}, {32, 4, 16}},
+                          bytes, device);
+}
+
+// Calls f(shape) with the plan's.
+template <class N, class F>
+Status dispatch_shifted(const RowPlan &plan, F f) {
+  if (plan.warps == 1)
+    return dispatch_shape<ShiftedShape<N, 16, 2, Span::warp>, ShiftedShape<N, 16, 3, Span::warp>,
+                          ShiftedShape<N, 32, 2, Span::warp>, ShiftedShape<N, 32, 3, Span::warp>>(plan, f);
+  return dispatch_shape<ShiftedShape<N, 32, 2, Span::block>, ShiftedShape<N, 32, 4, Span::block>>(plan, f);
+}
+
 // For rows of any size and address: a team of warps for each row. A thread holds the first kAnyHeld of its elements in
-// registers, loaded in packs of kPack; those of longer rows are read again for each pass.
+// registers; those of longer rows are read again for each pass.
 constexpr int kAnyThreads = 512;  // the most of a block
 constexpr int kAnyHeld = 8;
 
-template <int kPack>
 class AnyRows {
  public:
-  static constexpr int kPacks = kAnyHeld / kPack;
-  template <typename T>
-  using Packs = Pack<T, kPack>[kPacks];
-
   __device__ AnyRows(int row_warps, int64_t cols)
       : cols_(cols),
         threads_(32 * row_warps),
@@ -211,10 +237,16 @@ class AnyRows {
   // Calls f(k, c) for the columns c that this thread holds.
   template <class F>
   __device__ void each_held(F f) const {
-    each_pack([&](int j, int c) {
+    constexpr int kTogether = 2;
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) f(j * kPack + i, c + i);
-    });
+    for (int first = 0; first < kAnyHeld; first += kTogether) {
+      if (first * threads_ >= held_) break;
+#pragma unroll
+      for (int k = first; k < first + kTogether; ++k) {
+        const int c = lane_ + k * threads_;
+        if (c < held_) f(k, c);
+      }
+    }
   }
   // Calls f(c) for its other columns.
   template <class F>
@@ -224,47 +256,22 @@ class AnyRows {
   }
 
   template <typename T>
-  __device__ void load(const T *row, Packs<T> &v) const {
-    each_pack([&](int j, int c) { v[j] = Pack<T, kPack>::load(row + c); });
+  __device__ void load(const T *row, T (&v)[kAnyHeld]) const {
+    each_held([&](int k, int c) { v[k] = row[c]; });
   }
-  // x[k] = element k of v
   template <typename T, typename A>
-  __device__ void widen(const Packs<T> &v, A (&x)[kAnyHeld]) const {
-    each_pack([&](int j, int) { v[j].each([&](int i, auto element) { x[j * kPack + i] = element; }); });
+  __device__ void widen(const T (&v)[kAnyHeld], A (&x)[kAnyHeld]) const {
+    each_held([&](int k, int) { x[k] = aot::widen(v[k]); });
   }
   template <typename T, typename A>
   __device__ void store(T *row, const A (&x)[kAnyHeld]) const {
-    each_pack([&](int j, int c) { Pack<T, kPack>::of([&](int i) { return x[j * kPack + i]; }).store(row + c); });
+    each_held([&](int k, int c) { row[c] = narrow<T>(x[k]); });
   }
 
  private:
-  // Calls f(j, c) for each pack, whose first column is c.
-  template <class F>
-  __device__ void each_pack(F f) const {
-    constexpr int kTogether = 2;
-#pragma unroll
-    for (int first = 0; first < kPacks; first += kTogether) {
-      if (first * threads_ * kPack >= held_) break;
-#pragma unroll
-      for (int j = first; j < first + kTogether; ++j) {
-        const int c = (lane_ + j * threads_) * kPack;
-        if (c < held_) f(j, c);
-      }
-    }
-  }
-
   int64_t cols_;
   int threads_, held_, team_, lane_;
 };
-
-// Calls f(std::integral_constant<int, kPack>()) for rows at these addresses.
-template <class N, class F, typename... Pointers>
-Status dispatch_pack(int64_t cols, F f, const Pointers *...pointers) {
-  if constexpr (sizeof(typename N::R) == 2 && !N::kRare)
-    if (cols % 2 == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 4 == 0) && ...))
-      return f(std::integral_constant<int, 2>());
-  return f(std::integral_constant<int, 1>());
-}
 
 // Warps of a row: a power of two, as many as hold it if a block has so many. Threads of a block: at least `block`.
 struct AnyRowsPlan {
@@ -281,20 +288,10 @@ struct AnyRowsPlan {
   }
 };
 
-// Rows of up to 1024 elements that are no whole vectors, of one dtype and one line of the weight: several for each
-// block, in shared memory (staged_rows.cuh). Other dtypes are AnyRows, since each has kernels of its own.
+// Short rows that are no whole vectors, of one dtype and one line of the weight: several for each block, in shared
+// memory (staged_rows.cuh). Other dtypes would need kernels of their own.
 template <class N>
 constexpr bool kMayStage = !N::kRare && (N::kPlain || std::is_same_v<typename N::T, float>);
-
-template <typename T>
-using NormStagedRows =
-    StagedRowShapes<StagedRow<T, 8, 8>, StagedRow<T, 16, 8>, StagedRow<T, 32, 8>, StagedRow<T, 32, 32>>;
-
-// Element c of a row, or 0.
-template <typename T>
-__device__ inline Accumulate<T> element(const T *row, int c, bool present) {
-  return present ? widen(row[c]) : Accumulate<T>(0);
-}
 
 // ----------------------------------------------------------------------------------------------- launchers, shared
 

@@ -47,7 +47,8 @@ constexpr bool kDirectDh = kAhead<Shape> || (sizeof(typename Shape::T) > 2 && Sh
 // Whether a thread reads its part of a row from shared memory once and holds it in registers: float32 rows of more than
 // 4096 columns. Otherwise it is read for each of two passes.
 template <class Shape, class N>
-constexpr bool kHeld = std::is_same_v<typename N::T, float> && Shape::kVectors == 4 && !kAhead<Shape>;
+constexpr bool kHeld =
+    std::is_same_v<typename N::T, float> && Shape::kVectors == 4 && !kAhead<Shape> && !kShifted<Shape>;
 
 // Whether a thread has its part of the weight in registers, not in shared memory.
 template <class Shape, class N>
@@ -67,25 +68,41 @@ using BackwardPipeline = std::conditional_t<
     SmemPipeline<Shape, kStages<Shape, N>, kKeptBytes, kKept, typename N::R, typename N::T, typename N::R>,
     SmemPipeline<Shape, kStages<Shape, N>, kKeptBytes, kKept, typename N::R, typename N::T>>;
 
-template <int kSize, typename A>
+template <bool kAligned, int kSize, typename A>
 __device__ inline void store_sums(A *to, const A (&sums)[kSize]) {
+  if constexpr (kAligned) {
 #pragma unroll
-  for (int k = 0; k < kSize; k += kVectorSize<A>)
-    *reinterpret_cast<uint4 *>(to + k) = reinterpret_cast<const uint4 &>(sums[k]);
+    for (int k = 0; k < kSize; k += kVectorSize<A>)
+      *reinterpret_cast<uint4 *>(to + k) = reinterpret_cast<const uint4 &>(sums[k]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) to[k] = sums[k];
+  }
 }
+
+// A thread's element of the ends of rows that are Shifted: of a row and the next one, and its column's sums.
+template <class N>
+struct RowEnd {
+  using A = typename N::A;
+  A weight = 0, x, dy, dh, columns[N::kSums] = {};
+  typename N::R next_x = {}, next_dh = {};
+  typename N::T next_dy = {};
+
+  __device__ void advance() { x = widen(next_x), dy = widen(next_dy), dh = widen(next_dh); }
+};
 
 // Adds up the sums of a block's rows of each line, always in the same order, and writes them to the block's lines of
 // partial sums. The rows of a thread are all of one line.
 template <class Shape, class N, int kSums, typename A>
-__device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::kSize], const RowPart<Shape> &part,
-                                      int row_warps, const NormBackwardTensors<N> &a) {
+__device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::kSize], const RowEnd<N> &end,
+                                      const RowPart<Shape> &part, int row_warps, const NormBackwardTensors<N> &a) {
   const int64_t cols = a.cols;
   int64_t lines = N::kPlain ? 1 : a.parameters.lines;
   int teams = blockDim.x / (32 * row_warps), rows = teams * Shape::kRowsPerWarp;
   int64_t group = Shape::kSpan == Span::cluster ? blockIdx.x / cluster_size() : blockIdx.x;
   lines = lines_of_block(rows, lines);
   A *partials = a.partials + kSums * group * lines * cols;
-  bool whole_warp = lines == 1;  // its rows are of one line
+  bool whole_warp = lines == 1 && !kShifted<Shape>;  // its rows are of one line, and begin with a vector
   if (whole_warp)
 #pragma unroll
     for (int other = Shape::kLanes; other < 32; other *= 2)
@@ -103,7 +120,10 @@ __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::k
 #pragma unroll
       for (int i = 0; i < Shape::kVectors; ++i)
         if ((part.row_of_warp() == 0 || !whole_warp) && part.holds(i))
-          store_sums(to + s * cols + part.column() + part.offset(i), sums[s][i]);
+          store_sums<!kShifted<Shape>>(to + s * cols + part.column() + part.offset(i), sums[s][i]);
+    if (part.has_end())
+#pragma unroll
+      for (int s = 0; s < kSums; ++s) to[s * cols + part.end()] = end.columns[s];
   };
   if (slots == lines && !a.alone) return store_all(partials);
   extern __shared__ uint4 memory[];  // the pipeline's, which has no copy in flight any more
@@ -151,6 +171,16 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     commit_copies();
   };
   KeptParameter<N, Shape> weight;
+  RowEnd<N> end;
+  if (part.has_end()) end.weight = p.weight_at(part.end());
+  auto load_end = [&](int64_t row) {
+    if (!part.has_end()) return;
+    const bool present = row < a.rows;
+    const int64_t at = present ? row * a.cols + part.end() - part.column() : 0;
+    end.next_x = present ? a.x[at] : R{}, end.next_dy = present ? a.dy[at] : T{};
+    if constexpr (N::kAdd) end.next_dh = present && has_dh ? a.dh[at] : R{};
+  };
+  load_end(part.first_row());
   p.advance(p.line(part.first_row()) * a.cols + part.column());
   weight.load(p, p.weight, has_weight, 1, part);
 #pragma unroll
@@ -196,6 +226,12 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
           if constexpr (N::kCentred) sums.value[1] += g;
           if constexpr (N::kBias) columns[1][i][k] += d;
         });
+    if (part.has_end()) {
+      const A xhat = (end.x - of.mean) * of.rstd, g = end.dy * end.weight;
+      sums.value[0] += g * xhat, end.columns[0] += end.dy * xhat;
+      if constexpr (N::kCentred) sums.value[1] += g;
+      if constexpr (N::kBias) end.columns[1] += end.dy;
+    }
     return sums;
   };
   Vector<R> direct[N::kAdd && kDirect ? kVectors : 1];  // dh
@@ -230,6 +266,12 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
             store(a.dx + at, narrow(dx));
           }
         }
+    if (part.has_end() && row < a.rows) {
+      const A dx = end.dy * end.weight * of.rstd + ((end.x - of.mean) * c1 + c0) + end.dh;
+      const int64_t at = row * a.cols + part.end() - part.column();
+      if (N::kAdd && N::kMixed && has_dresidual) a.dresidual[at] = narrow<R>(dx);
+      if (has_dx) a.dx[at] = narrow<typename N::X>(dx);
+    }
   };
 
   int stage = 0;
@@ -255,6 +297,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
       const int64_t row = base + part.own();
       const Statistics now = next;
       next = load_statistics(row + part.step());
+      if constexpr (kShifted<Shape>) end.advance(), load_end(row + part.step());
       load_dh(row);
       wait_copies<kStages - 1>();
       if constexpr (kHold)
@@ -273,7 +316,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   }
   launch_next();
   wait_copies<0>();
-  if (a.partials) write_partials(columns, part, row_warps, a);
+  if (a.partials) write_partials(columns, end, part, row_warps, a);
 }
 
 // Adds up the partial sums, (sums, kSums, cols), in a fixed order: dweight if blockIdx.y is 0, dbias if it is 1. Sum s
@@ -328,7 +371,7 @@ __global__ void __launch_bounds__(kStagedThreads)
     norm_backward_staged_kernel(NormBackwardTensors<N> a, int64_t rows, int cols, int share) {
   using T = typename N::T;
   using A = typename N::A;
-  constexpr int kStats = N::kStats, kKept = Row::kLong ? 1 : Row::kEach;
+  constexpr int kStats = N::kStats;
   extern __shared__ uint4 memory[];
   const int size = share * cols;
   T *staged_x = reinterpret_cast<T *>(memory), *staged_dy = staged_x + size;
@@ -337,11 +380,10 @@ __global__ void __launch_bounds__(kStagedThreads)
   const NormParameters<N> &p = a.parameters;
   const A one_over_cols = A(1) / static_cast<A>(cols);
   const bool has_dh = N::kAdd && a.dh;
-  A columns[N::kSums][Row::kEach] = {}, weight[kKept] = {};  // each column's sums of dy * xhat and of dy
-  if constexpr (!Row::kLong)
-    StagedRows<Row>(staged_x, rows, cols, share).each_column([&](int k, int c) {
-      if (c < cols) weight[k] = p.weight_at(c);
-    });
+  A columns[N::kSums][Row::kEach] = {}, weight[Row::kEach] = {};  // each column's sums of dy * xhat and of dy
+  StagedRows<Row>(staged_x, rows, cols, share).each_column([&](int k, int c) {
+    if (c < cols) weight[k] = p.weight_at(c);
+  });
   for (int64_t part = blockIdx.x; part * share < rows; part += gridDim.x) {
     const StagedRows<Row> of_x(staged_x, rows, cols, share, part), of_dy(staged_dy, rows, cols, share, part);
     __syncthreads();  // the rows before have been stored
@@ -362,8 +404,7 @@ __global__ void __launch_bounds__(kStagedThreads)
         xhat[k] = has ? (widen(row[c]) - mean) * rstd : A(0), g[k] = element(row_of_dy, c, has);
         columns[0][k] += g[k] * xhat[k];
         if constexpr (N::kBias) columns[1][k] += g[k];
-        if constexpr (Row::kLong) g[k] *= has ? p.weight_at(c) : A(0);
-        else g[k] *= c < cols ? weight[k] : A(0);
+        g[k] *= weight[k];
         sums.value[0] += g[k], sums.value[1] += g[k] * xhat[k];
       });
       sums = sum_lanes<Row::kLanes>(sums);
@@ -396,8 +437,8 @@ __global__ void __launch_bounds__(kStagedThreads)
 }
 
 // Sums over the rows of a block, (kSums, cols), which its teams add up in their order.
-template <class N, class Part, typename A>
-__device__ inline void write_any_partials(const A (&columns)[N::kSums][kAnyHeld], const Part &part,
+template <class N, typename A>
+__device__ inline void write_any_partials(const A (&columns)[N::kSums][kAnyHeld], const AnyRows &part,
                                           const NormBackwardTensors<N> &a) {
   extern __shared__ uint4 memory[];
   A *shared = reinterpret_cast<A *>(memory), *to = a.partials + int64_t{blockIdx.x} * N::kSums * a.cols;
@@ -416,22 +457,21 @@ __device__ inline void write_any_partials(const A (&columns)[N::kSums][kAnyHeld]
 
 // The next row is loaded during each. with_sums: also the partial sums, of rows that are held and have one line, a sum
 // for each block.
-template <class N, int kPack>
+template <class N>
 __global__ void __launch_bounds__(kAnyThreads)
     norm_backward_any_kernel(NormBackwardTensors<N> a, int row_warps, bool with_sums) {
   using T = typename N::T;
   using R = typename N::R;
   using A = typename N::A;
-  using Part = AnyRows<kPack>;
   constexpr int kStats = N::kStats;
   Exchange<Span::block, Sums<2, A>> exchange(row_warps);
-  const Part part(row_warps, a.cols);
+  const AnyRows part(row_warps, a.cols);
   const NormParameters<N> &p = a.parameters;
   const A cols = static_cast<A>(a.cols);
   A columns[N::kSums][kAnyHeld] = {}, weight[kAnyHeld];  // each column's sums of dy * xhat and of dy
   part.each_held([&](int k, int64_t c) { weight[k] = p.weight_at(c); });
-  typename Part::template Packs<R> next_x;
-  typename Part::template Packs<T> next_dy;
+  R next_x[kAnyHeld];
+  T next_dy[kAnyHeld];
   auto load = [&](int64_t row) {
     if (row < a.rows) part.load(a.x + row * a.cols, next_x), part.load(a.dy + row * a.cols, next_dy);
   };
@@ -441,7 +481,7 @@ __global__ void __launch_bounds__(kAnyThreads)
     A xhat[kAnyHeld], g[kAnyHeld];
     part.widen(next_x, xhat), part.widen(next_dy, g);
     load(row + part.step());
-    typename Part::template Packs<R> dh;
+    [[maybe_unused]] R dh[kAnyHeld];
     if constexpr (N::kAdd)
       if (a.dh) part.load(a.dh + at, dh);
     const A mean = N::kCentred ? a.stats[kStats * row] : A(0), rstd = a.stats[kStats * row + kStats - 1];
@@ -513,10 +553,7 @@ Status norm_backward_any_rows(const char *op, const NormBackwardTensors<N> &a, c
     if (with_sums) *sums = blocks = std::min(blocks, *sums);
     LaunchShape shape = {grid_size(blocks), static_cast<unsigned>(plan.threads)};
     if (with_sums && plan.teams() > 1) shape.shared = static_cast<int>(plan.teams() * N::kSums * a.cols * sizeof(A));
-    auto launch = [&](auto pack) {
-      return launch_kernel(op, norm_backward_any_kernel<N, pack>, shape, stream, a, plan.row_warps, with_sums);
-    };
-    AOT_TRY(dispatch_pack<N>(a.cols, launch, a.dy, a.dh, a.x, a.dx, a.dresidual));
+    AOT_TRY(launch_kernel(op, norm_backward_any_kernel<N>, shape, stream, a, plan.row_warps, with_sums));
   }
   if (!a.partials || with_sums) return kOk;
   constexpr int64_t kMostInY = 65535;
@@ -542,18 +579,6 @@ Status norm_backward_staged(const char *op, const NormBackwardTensors<N> &a, Row
                        share);
 }
 
-template <class N>
-Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, const DeviceLimits &device, int64_t *sums,
-                         void *stream) {
-  auto any = [&] { return norm_backward_any_rows(op, a, device, sums, stream); };
-  if constexpr (kMayStage<N>)
-    if (a.parameters.lines == 1 && a.cols > 0) {
-      auto staged = [&](auto row) { return norm_backward_staged(op, a, row, device, sums, stream); };
-      return dispatch_staged_rows(NormStagedRows<typename N::T>(), a.cols, staged, any);
-    }
-  return any();
-}
-
 // dx and the partial sums. *sums: on entry the most lines of partial sums, on return those written, or -1 if dweight
 // and dbias are.
 template <class Shape, class Threads, class N>
@@ -564,11 +589,35 @@ Status norm_backward_shape(const char *op, NormBackwardTensors<N> a, const RowPl
   RowGrid grid;
   AOT_TRY((row_grid<kernel, Shape, Threads>(op, plan, device, a.rows, p.lines, *sums,
                                             BackwardPipeline<Shape, N>::kBytesPerWarp, &grid)));
-  if (grid.blocks == 0) return norm_backward_any(op, a, device, sums, stream);
+  if (grid.blocks == 0) {
+    if constexpr (kShifted<Shape>) return norm_backward_any_rows(op, a, device, sums, stream);
+    else return norm_backward_any(op, a, device, sums, stream);
+  }
   constexpr int kAloneCols = 4096;  // of 8192 it takes longer than two kernels
   a.alone = grid.sums == 1 && p.lines == 1 && plan.cluster == 1 && a.cols <= kAloneCols;
   *sums = a.alone ? -1 : grid.sums;
   return launch_kernel(op, kernel, grid.launch(plan), stream, a, plan.warps);
+}
+
+template <class N>
+Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, const DeviceLimits &device, int64_t *sums,
+                         void *stream) {
+  if constexpr (kMayStage<N>) {
+    using T = typename N::T;
+    using Rows = StagedRowShapes<StagedRow<T, 8, 8>, StagedRow<T, 16, 8>>;
+    auto staged = [&](auto row) { return norm_backward_staged(op, a, row, device, sums, stream); };
+    if (a.parameters.lines == 1 && holds_row(Rows(), a.cols)) return dispatch_staged_rows(Rows(), a.cols, staged);
+  }
+  if constexpr (kMayShift<N>) {
+    constexpr int kBytes = BackwardPipeline<ShiftedShape<N, 32, 4, Span::block>, N>::kBytesPerVector;
+    const RowPlan plan =
+        shifted_plan<N>(a.cols, a.parameters.lines, kBytes, device, a.x, a.dy, a.dh, a.dx, a.dresidual);
+    auto shifted = [&](auto shape) {
+      return norm_backward_shape<decltype(shape), Threads<512, 512>>(op, a, plan, device, sums, stream);
+    };
+    if (plan.lanes > 0) return dispatch_shifted<N>(plan, shifted);
+  }
+  return norm_backward_any_rows(op, a, device, sums, stream);
 }
 
 // The plans are those measured fastest on an H200 (docs/lab_notes.md). About 64 KB in flight for each multiprocessor

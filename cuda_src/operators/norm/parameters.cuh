@@ -140,6 +140,19 @@ struct ParameterVector {
     }
     return p;
   }
+  // The same from an address that is not aligned.
+  __device__ static ParameterVector load_elements(const void *from, bool wide, bool present, float fallback) {
+    ParameterVector p;
+    auto load = [&](auto type) {
+      using E = decltype(type);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)
+        reinterpret_cast<E(&)[kSize]>(p.plane)[k] = present ? static_cast<const E *>(from)[k] : E(fallback);
+    };
+    if (kMayBeWide && wide) load(float());
+    else load(T());
+    return p;
+  }
   __device__ Widened<R> widened(bool wide) const {
     if (kMayBeWide && wide) return as_wide();
     return widen(reinterpret_cast<const VectorBeside<T, R> &>(plane));

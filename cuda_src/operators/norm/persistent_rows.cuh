@@ -22,6 +22,18 @@ struct Threads {
 template <int index>
 using Index = std::integral_constant<int, index>;
 
+// Rows that begin anywhere. Their vectors begin at a row's first 16-byte boundary. Each element before and after them,
+// less than a vector at either end, is one thread's own. All rows of a thread begin at the same distance from a
+// boundary, so that it has the same columns of each.
+template <class Shape>
+struct Shifted : Shape {
+  static_assert(!Shape::kWhole && Shape::kLanes >= 2 * Shape::kSize, "a thread has one element of the ends at most");
+};
+template <class Shape>
+constexpr bool kShifted = false;
+template <class Shape>
+constexpr bool kShifted<Shifted<Shape>> = true;
+
 // ------------------------------------------------------------------------------------------------- a thread's part
 
 // A thread's part of the rows of a matrix, for a grid of any size. `row_warps`: warps of a row in one block. A block
@@ -42,6 +54,16 @@ class RowPart {
     int rows_at_once = (one_team ? 1 : blockDim.x / (32 * row_warps)) * Shape::kRowsPerWarp;
     base_ = group * rows_at_once;
     step_ = groups * rows_at_once;
+    if constexpr (kShifted<Shape>) {
+      const int all = static_cast<int>(cols);
+      const uint32_t begin = static_cast<uint32_t>(first_row()) * static_cast<uint32_t>(all) % Shape::kSize;
+      head_ = begin == 0 ? 0 : Shape::kSize - begin;
+      vectors_ = (all - head_) / Shape::kSize;
+      ends_ = all - vectors_ * Shape::kSize;
+      if (first_ < head_) end_ = first_;
+      else if (first_ >= Shape::kSize && first_ - Shape::kSize < ends_ - head_)
+        end_ = head_ + (vectors_ - 1) * Shape::kSize + first_;
+    }
   }
 
   // The rows of a block's iterations begin at base, base + step, ... This thread's row is `own` rows further, and may
@@ -55,16 +77,23 @@ class RowPart {
 
   // Whether this thread's vector i is within the row; the first column of vector 0; the offset of vector i from there.
   __device__ bool holds(int i) const { return Shape::kWhole || i * Shape::kLanes < vectors_ - first_; }
-  __device__ int column() const { return first_ * Shape::kSize; }
+  __device__ int column() const { return first_ * Shape::kSize + (kShifted<Shape> ? head_ : 0); }
   __device__ static constexpr int offset(int i) { return i * Shape::kLanes * Shape::kSize; }
   __device__ bool leads() const { return first_ == 0; }  // true in one thread of a row
 
+  // If Shifted: whether this thread has an element of the ends; its column.
+  __device__ bool has_end() const { return kShifted<Shape> && end_ >= 0; }
+  __device__ int end() const { return end_; }
+
   // Elements in the share of the row's warp `warp`.
-  __device__ int share(int warp) const { return Shape::share(vectors_, warp); }
+  __device__ int share(int warp) const {
+    return Shape::share(vectors_, warp) + (kShifted<Shape> && warp == 0 ? ends_ : 0);
+  }
 
  private:
   int64_t base_, step_;
   int first_, vectors_, team_;
+  int head_, ends_, end_ = -1;  // if Shifted: elements before the vectors, and before and after them
 };
 
 // --------------------------------------------------------------------------------------------------------- pipeline
@@ -202,6 +231,8 @@ Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device,
   int64_t rows_at_once = int64_t{teams} * Shape::kRowsPerWarp, block_lines = lines_of_block(rows_at_once, lines);
   int64_t groups = std::min({ceil_div(rows, rows_at_once), at_once, max_sums / block_lines});
   int64_t unit = lines / std::gcd(lines, rows_at_once);  // so that a block's next rows have the lines of its first ones
+  if (kShifted<Shape> && groups * rows_at_once < rows)
+    unit = Shape::kSize / std::gcd(int64_t{Shape::kSize}, rows_at_once);
   groups = at_once == 0 ? 0 : groups >= unit ? groups / unit * unit : unit * block_lines <= max_sums ? unit : 0;
   *grid = {grid_size(groups * plan.cluster), 32u * warps, shared, groups * block_lines};
   return kOk;
