@@ -262,8 +262,8 @@ constexpr auto softmax_shapes() {
   else return kShort + RegisterRowShapes<WarpRow<T, 32, 4>>() + long_shapes<T>();
 }
 
-// Of rows that are no whole vectors: up to 128 elements, beyond which vectors of a warp are faster, except in a forward
-// of 16 bits; and those before long_shapes().
+// Rows that are no whole vectors are staged up to 128 elements, and up to 256 in a forward of 16 bits. Beyond, vectors
+// of a warp are faster, which come before long_shapes().
 template <typename T>
 using ShortRows = StagedRowShapes<StagedRow<T, 1, 8>, StagedRow<T, 4, 8>, StagedRow<T, 8, 8>, StagedRow<T, 16, 8>>;
 template <typename T>

@@ -140,7 +140,7 @@ struct ParameterVector {
     }
     return p;
   }
-  // The same from an address that is not aligned.
+  // load() from an address that is not aligned.
   __device__ static ParameterVector load_elements(const void *from, bool wide, bool present, float fallback) {
     ParameterVector p;
     auto load = [&](auto type) {
