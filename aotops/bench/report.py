@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -228,9 +229,22 @@ def draw(result: Result, folder: Path) -> None:
 
     matplotlib.use("agg")
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for row in result["rows"] if not _case(row).small]
-    for op in dict.fromkeys(row["op"] for row in rows):
-        _draw_op(op, [row for row in rows if row["op"] == op], result["device"], folder / f"{op}.png")
+    for op, rows in drawn(result).items():
+        _draw_op(op, rows, result["device"], folder / f"{op}.png")
+
+
+def drawn(result: Result) -> dict[str, list[Row]]:
+    """The rows of each operator's plot."""
+    found: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        if not _case(row).small:
+            found.setdefault(row["op"], []).append(row)
+    return found
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """The text ``Record`` of a plot of these rows. It tells whether a plot is of the record beside it."""
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def _draw_op(op: str, rows: list[Row], device: str, file: Path) -> None:
@@ -270,14 +284,14 @@ def _draw_op(op: str, rows: list[Row], device: str, file: Path) -> None:
     if products:
         grid[0, 0].invert_yaxis()  # shared by all panels: the first shape on top
         figure.supylabel(" x ".join(_case(rows[0]).work.AXES), fontsize=9)
-    _finish(figure, grid, impls, f"{op} on {device}", file)
+    _finish(figure, grid, impls, f"{op} on {device}", rows, file)
 
 
 def _unique(rows: Sequence[Row], *keys: str) -> list[Row]:
     return [dict(zip(keys, found, strict=True)) for found in dict.fromkeys(tuple(row[k] for k in keys) for row in rows)]
 
 
-def _finish(figure: Any, grid: Any, impls: Sequence[str], title: str, file: Path) -> None:
+def _finish(figure: Any, grid: Any, impls: Sequence[str], title: str, rows: Sequence[Row], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     found: dict[str, Any] = {}
@@ -287,7 +301,7 @@ def _finish(figure: Any, grid: Any, impls: Sequence[str], title: str, file: Path
     labels = [label for label in (*impls, "copy") if label in found]
     figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.legend([found[x] for x in labels], labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=150, metadata={"Record": digest(rows)})
     plt.close(figure)
 
 

@@ -313,7 +313,7 @@ def draw_steps(rows: list[Row], device: str, file: Path) -> None:
     grid[0, 0].set_yticks([sum(of_group) / len(of_group) for of_group in places], labels, fontsize=9)
     grid[0, 0].invert_yaxis()
     title = f"Training steps (forward, backward, AdamW) on {device}"
-    _finish(figure, grid, present(rows), title, file)
+    _finish(figure, grid, present(rows), title, rows, file)
 
 
 def draw_losses(rows: list[Row], device: str, file: Path) -> None:
@@ -341,7 +341,7 @@ def draw_losses(rows: list[Row], device: str, file: Path) -> None:
         ax.set_ylabel("loss")
     for ax in grid[-1]:
         ax.set_xlabel("step; dashed: a second run")
-    _finish(figure, grid, present(rows), f"Loss on {device}", file)
+    _finish(figure, grid, present(rows), f"Loss on {device}", rows, file)
 
 
 def present(rows: list[Row]) -> list[str]:

@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 
+from aotops.bench import report as bench_report
 from aotops.bench.sources import of_kernel
 from aotops.testing.frameworks import requested
 from benchmarks.models import report
@@ -112,3 +113,12 @@ def test_pages_are_those_of_the_result():
     expected = report.pages(report.ROOT, report.load(report.ROOT))
     for page, text in expected.items():
         assert (report.ROOT / page).read_text() == text, f"{page}: run python -m benchmarks.models.report"
+
+
+def test_plots_are_those_of_the_result():
+    image = pytest.importorskip("PIL.Image")
+    result = report.load(report.ROOT)
+    digest = bench_report.digest(report.timed(result["rows"]))
+    for name in ("steps", "losses"):
+        found = image.open(report.ROOT / report.PLOTS / f"{name}.png").text.get("Record")
+        assert found == digest, f"{name}.png: run python -m benchmarks.models.report"

@@ -4,11 +4,13 @@ kernel that has changed since."""
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 
 import pytest
 
+from aotops.bench import report as bench_report
 from aotops.bench import sources
 from aotops.ops import OPS
 from benchmarks import report
@@ -20,6 +22,14 @@ def test_the_pages_are_those_of_the_result():
     pages = [page.read_text() for page in report.PAGES]
     assert sorted(found[2] for page in pages for found in report.SECTION.finditer(page)) == sorted(report.SECTIONS)
     assert pages == [report.written(page) for page in pages], "run python -m benchmarks.report"
+
+
+def test_the_plots_are_those_of_the_result():
+    image = pytest.importorskip("PIL.Image")
+    drawn = bench_report.drawn(json.loads((report.RESULTS / "h200.json").read_text()))
+    found = {file.stem: image.open(file).text.get("Record") for file in (report.RESULTS / "h200").iterdir()}
+    told = "run the command of docs/performance.md that has --plots"
+    assert found == {op: bench_report.digest(rows) for op, rows in drawn.items()}, told
 
 
 def test_the_table_of_what_is_behind_has_what_is_behind():
