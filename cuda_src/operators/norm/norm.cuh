@@ -21,10 +21,11 @@
 // 1 KiB to 1.5 KiB.
 //
 // Odd are rows that are no whole vectors of 16 bytes, where the weight has one line: up to 128 elements (256 in a
-// forward of float32), if all is of one dtype, and longer ones, if the matrices are aligned. Others are those where it
-// is not so, rows that exceed the lengths above, rows for whose pipelines the device has too little shared memory, and
-// rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows() choose. After each
-// backward but those of a single block that has all rows, sum_partials_kernel adds up dweight and dbias.
+// forward of float32), if all is of one dtype, and longer ones, if the matrices are aligned and of one dtype. Others
+// are those where it is not so, rows that exceed the lengths above, rows for whose pipelines the device has too little
+// shared memory, and rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows()
+// choose. After each backward but those of a single block that has all rows, sum_partials_kernel adds up dweight and
+// dbias.
 #pragma once
 #include "cuda/staged_rows.cuh"
 #include "norm.h"
@@ -182,9 +183,9 @@ __device__ inline Widened<typename N::R> kept_parameter(const Pipeline &pipeline
 // one in flight.
 constexpr int kLongStages = 3;
 
-// Rows that are no whole vectors, of matrices that are aligned, and one line of the weight.
+// Rows that are no whole vectors, of matrices that are aligned and of one dtype, and one line of the weight.
 template <class N>
-constexpr bool kMayShift = !N::kRare && !std::is_same_v<typename N::T, double>;
+constexpr bool kMayShift = !N::kRare && !N::kMixed && !std::is_same_v<typename N::T, double>;
 
 template <class N, int kLanes, int kVectors, Span kSpan>
 using ShiftedShape = Shifted<RowShape<typename N::R, kLanes, kVectors, kSpan>>;
