@@ -225,7 +225,8 @@ def page(text: str, record: dict[str, Any]) -> str:
 
 def measured(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return f"{record['device']}, {versions}, {record['date']}."
+    dates = sorted({row.get("date", record["date"]) for row in record["rows"]})
+    return f"{record['device']}, {versions}, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}."
 
 
 def environment(command: str, packages: Iterable[str]) -> dict[str, Any]:
@@ -243,11 +244,13 @@ def environment(command: str, packages: Iterable[str]) -> dict[str, Any]:
 
 
 def add(file: Path, head: dict[str, Any], found: list[Row], order: Mapping[str, Sequence[str]]) -> None:
-    """Writes the rows, in place of those of the same names. ``order``: by key, the names in their order."""
+    """Writes the rows, in place of those of the same names, each with its day. ``order``: by key, the names in their
+    order."""
     before = json.loads(file.read_text()) if file.exists() else head | {"rows": []}
     if before["device"] != head["device"]:
         raise ValueError(f"{file.name}: these are of two devices: {before['device']} and {head['device']}")
-    rows = {tuple(order[key].index(row[key]) for key in order): row for row in before["rows"] + found}
+    dated = [{"date": of["date"]} | row for of, rows in ((before, before["rows"]), (head, found)) for row in rows]
+    rows = {tuple(order[key].index(row[key]) for key in order): row for row in dated}
     lines = ",\n  ".join(json.dumps(rows[place]) for place in sorted(rows))
     file.write_text(json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n  ' + lines + "\n ]\n}\n")
 

@@ -199,6 +199,16 @@ def test_the_page_has_the_table_of_the_record(tmp_path, monkeypatch):
     assert f"\n{line}\n\na GPU, torch 2, then.\n<!-- end -->" in networks.page(text)
 
 
+def test_a_row_that_is_added_has_its_own_day(tmp_path):
+    file, head = tmp_path / "record.json", {"device": "a GPU", "date": "2001-01-01", "versions": {"torch": "2"}}
+    old, new = ({"network": "swin", "impl": impl, "ms": 1.0} for impl in ("torch", "replace"))
+    file.write_text(json.dumps(head | {"rows": [old]}))
+    networks.replaced.add(file, head | {"date": "2001-01-02"}, [new], networks.ORDER)
+    record = json.loads(file.read_text())
+    assert [row["date"] for row in record["rows"]] == ["2001-01-01", "2001-01-02"]
+    assert networks.replaced.measured(record) == "a GPU, torch 2, 2001-01-01 to 2001-01-02."
+
+
 def test_time_in_which_two_kernels_run_counts_once():
     assert networks.kernels.covered([(0.0, 2.0), (1.0, 3.0), (1.0, 1.5), (5.0, 6.0)]) == 4.0
 
